@@ -1,0 +1,38 @@
+"""Shared fixtures. Reference material beside the checkout is used when it is there and never needed."""
+import os
+import pathlib
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+os.environ.setdefault("WANDB_MODE", "disabled")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared"
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> pathlib.Path:
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def golden() -> pathlib.Path:
+    """Folder of upstream's own numbers."""
+    path = SHARED / "golden"
+    if not path.is_dir():
+        pytest.skip("upstream's golden numbers are not beside this checkout")
+    return path
+
+
+@pytest.fixture(scope="session")
+def human_pusht() -> pathlib.Path:
+    """The public human PushT demonstrations."""
+    path = SHARED / "data/pusht/pusht_cchi_v7_replay.zarr"
+    if not path.is_dir():
+        pytest.skip("the human PushT demonstrations are not beside this checkout")
+    return path
