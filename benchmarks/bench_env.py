@@ -1,0 +1,59 @@
+"""Steps per second of the PushT state environment, beside gym-pusht's when that is installed.
+
+Both take the same random actions in the same process, in interleaved rounds, so that whatever else
+the machine does falls on both.
+"""
+import json
+import statistics
+import time
+
+import numpy as np
+
+from diffusion_policy.env.pusht.pusht_env import PushTEnv
+
+ROUNDS = 7
+STEPS = 1000
+EPISODE = 300
+
+
+def _gym_pusht():
+    try:
+        import gym_pusht  # noqa: F401  registers the environment
+    except ImportError:
+        print("gym-pusht is not installed, so there is nothing to compare with: "
+              "pip install --no-deps gym-pusht==0.1.8")
+        return None
+    import gymnasium
+    return gymnasium.make("gym_pusht/PushT-v0", obs_type="state").unwrapped
+
+
+def _steps_per_s(env, actions):
+    """One round over `actions` (N, 2), with the resets an evaluation would make."""
+    start = time.perf_counter()
+    for i, action in enumerate(actions):
+        if i % EPISODE == 0:
+            env.reset(seed=i)
+        env.step(action)
+    return len(actions) / (time.perf_counter() - start)
+
+
+def run() -> dict:
+    """-> {'pusht_env': {'ours_steps_per_s', 'gym_pusht_steps_per_s', 'ratio'}}: medians of rounds."""
+    ours, theirs = PushTEnv(), _gym_pusht()
+    ours_rates, theirs_rates = [], []
+    for seed in range(ROUNDS):
+        actions = np.random.default_rng(seed).uniform(50, 450, (STEPS, 2))
+        ours_rates.append(_steps_per_s(ours, actions))
+        if theirs is not None:
+            theirs_rates.append(_steps_per_s(theirs, actions))
+    result = {"ours_steps_per_s": round(statistics.median(ours_rates), 1)}
+    if theirs is not None:
+        ratios = [a / b for a, b in zip(ours_rates, theirs_rates)]
+        result["gym_pusht_steps_per_s"] = round(statistics.median(theirs_rates), 1)
+        result["ratio"] = round(statistics.median(ratios), 2)
+    print(json.dumps({"pusht_env": result}))
+    return {"pusht_env": result}
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,61 @@
+"""Batches for training: an endless stream whose position is one number."""
+from __future__ import annotations
+
+from typing import Any, Iterator
+
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from diffusion_policy.common.errors import ConfigError
+
+
+class _ByBatch(Dataset):
+    """A dataset indexed by whole batches: one gather where the dataset can, sample by sample where it cannot."""
+
+    def __init__(self, dataset: Dataset):
+        self.dataset = dataset
+
+    def __getitem__(self, indices: torch.Tensor) -> Any:
+        if hasattr(self.dataset, "get_batch"):
+            return self.dataset.get_batch(indices)
+        return default_collate([self.dataset[i] for i in indices.tolist()])
+
+
+class BatchStream:
+    """Shuffled passes over a dataset, one after the other, without end.
+
+    The order of pass p is a function of (seed, p) alone, so batch number n is known without having drawn the n - 1 before it:
+    a resumed run continues with exactly the batch it would have seen.
+    """
+
+    def __init__(self, dataset: Dataset, batch_size: int, seed: int = 0, shuffle: bool = True, drop_last: bool = False, **loader: Any):
+        if len(dataset) == 0:
+            raise ConfigError("the dataset has no windows to train on")
+        if drop_last and len(dataset) < batch_size:
+            raise ConfigError(f"the dataset has {len(dataset)} windows, fewer than one batch of {batch_size}: lower "
+                              "dataloader.batch_size or set dataloader.drop_last=false")
+        self.source = _ByBatch(dataset)
+        self.size, self.batch_size, self.seed, self.shuffle = len(dataset), batch_size, seed, shuffle
+        self.batches_per_pass = self.size // batch_size if drop_last else -(-self.size // batch_size)
+        self.loader = loader
+
+    def indices(self, start: int) -> Iterator[torch.Tensor]:
+        """Index batches from number `start` on."""
+        number, offset = divmod(start, self.batches_per_pass)
+        while True:
+            if self.shuffle:
+                order = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + number))
+            else:
+                order = torch.arange(self.size)
+            for i in range(offset, self.batches_per_pass):
+                yield order[i * self.batch_size : (i + 1) * self.batch_size]
+            number, offset = number + 1, 0
+
+    def batches(self, start: int = 0) -> Iterator[Any]:
+        """Batches from number `start` on."""
+        sampler = self.indices(start)
+        # A generator of its own: an iterator of a DataLoader draws a seed, and must not draw it from the training's random numbers.
+        return iter(DataLoader(self.source, batch_size=None, sampler=sampler, generator=torch.Generator(), **self.loader))
+
+    def batch(self, number: int) -> Any:
+        return self.source[next(self.indices(number))]

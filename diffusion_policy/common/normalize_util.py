@@ -1,0 +1,79 @@
+"""Normalisers made from statistics {min, max, mean, std: (D,)} instead of from the data.
+
+Inside, a part of an action is a triple (scale (D,), offset (D,), statistics), and a normaliser is its parts side by side.
+"""
+import numpy as np
+
+from diffusion_policy.model.common.normalizer import SingleFieldLinearNormalizer
+
+
+def array_to_stats(arr: np.ndarray) -> dict:
+    """arr: (N, ...) -> statistics over the first axis; std is numpy's (population) one."""
+    return {"min": np.min(arr, axis=0), "max": np.max(arr, axis=0), "mean": np.mean(arr, axis=0), "std": np.std(arr, axis=0)}
+
+
+def get_range_normalizer_from_stat(stat: dict, output_max=1, output_min=-1, range_eps=1e-7) -> SingleFieldLinearNormalizer:
+    """[min, max] of each dimension to [output_min, output_max]; a constant dimension to the middle, with scale 1."""
+    return SingleFieldLinearNormalizer.create_manual(*_range_part(stat, output_max, output_min, range_eps))
+
+
+def get_image_range_normalizer() -> SingleFieldLinearNormalizer:
+    """[0, 1] to [-1, 1], for images of any size; the statistics are those of uniformly distributed pixels."""
+    stat = {"min": 0, "max": 1, "mean": 0.5, "std": np.sqrt(1 / 12)}
+    return SingleFieldLinearNormalizer.create_manual(
+        np.array([2], dtype=np.float32), np.array([-1], dtype=np.float32),
+        {key: np.array([value], dtype=np.float32) for key, value in stat.items()})
+
+
+def get_identity_normalizer_from_stat(stat: dict) -> SingleFieldLinearNormalizer:
+    """y = x in every dimension."""
+    return SingleFieldLinearNormalizer.create_manual(np.ones_like(stat["min"]), np.zeros_like(stat["min"]), stat)
+
+
+def robomimic_abs_action_normalizer_from_stat(stat: dict, rotation_transformer) -> SingleFieldLinearNormalizer:
+    """Absolute actions (position 3, rotation 3, gripper) whose rotation `rotation_transformer` turns into its 6D form.
+
+    `stat` is of the actions before that; the result is for (position 3, rotation 6, gripper), the rotation untouched.
+    """
+    rotation = rotation_transformer.forward(stat["mean"][3:6])
+    return _join(_range_part(_take(stat, slice(0, 3))), _identity_part(rotation), _range_part(_take(stat, slice(6, None))))
+
+
+def robomimic_abs_action_only_normalizer_from_stat(stat: dict) -> SingleFieldLinearNormalizer:
+    """Actions (position 3, rest): the position by range, the rest untouched."""
+    return _join(*_arm_parts(stat))
+
+
+def robomimic_abs_action_only_dual_arm_normalizer_from_stat(stat: dict) -> SingleFieldLinearNormalizer:
+    """The same for two arms, one in each half of the action."""
+    half = len(stat["max"]) // 2
+    return _join(*_arm_parts(_take(stat, slice(0, half))), *_arm_parts(_take(stat, slice(half, None))))
+
+
+def _take(stat: dict, dims: slice) -> dict:
+    return {key: value[dims] for key, value in stat.items()}
+
+
+def _range_part(stat: dict, output_max=1, output_min=-1, range_eps=1e-7) -> tuple:
+    input_range = stat["max"] - stat["min"]
+    flat = input_range < range_eps
+    scale = np.where(flat, 1, (output_max - output_min) / np.where(flat, 1, input_range))
+    offset = np.where(flat, (output_max + output_min) / 2 - stat["min"], output_min - scale * stat["min"])
+    return scale.astype(input_range.dtype), offset.astype(input_range.dtype), stat
+
+
+def _identity_part(like: np.ndarray) -> tuple:
+    """The entries of a rotation matrix lie in [-1, 1] already: that, not the data, is taken for their range."""
+    one, zero = np.ones_like(like), np.zeros_like(like)
+    return one, zero, {"min": -one, "max": one, "mean": zero, "std": one}
+
+
+def _arm_parts(stat: dict) -> tuple:
+    return _range_part(_take(stat, slice(0, 3))), _identity_part(stat["max"][3:])
+
+
+def _join(*parts: tuple) -> SingleFieldLinearNormalizer:
+    scales, offsets, stats = zip(*parts)
+    return SingleFieldLinearNormalizer.create_manual(
+        np.concatenate(scales), np.concatenate(offsets),
+        {key: np.concatenate([stat[key] for stat in stats]) for key in stats[0]})

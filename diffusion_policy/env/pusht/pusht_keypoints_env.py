@@ -1,0 +1,100 @@
+"""PushT observed through keypoints on the block (and, if asked for, on the agent)."""
+import numpy as np
+from gymnasium import spaces
+
+from diffusion_policy.env.pusht.pusht_env import WINDOW, PushTEnv
+
+# Upstream draws the T, samples points of its mask far from each other (generator seed 0) and adds
+# jitter. The outcome is fixed and the published `keypoint` arrays contain exactly these points, so
+# they are kept as numbers: no image library is needed, and no library version can move them.
+BLOCK_KEYPOINTS = np.array([
+    [9.269786713763871, 90.04097352393619],
+    [-60.983472364471474, -1.1867297607997276],
+    [60.91275557727772, -1.3933642242328201],
+    [-0.2705034390160016, 25.54362499146542],
+    [-14.064927576212233, 122.81585355412153],
+    [39.002738500170146, 32.857404276587566],
+    [-39.966414424694534, 32.729655446429945],
+    [-16.82434437939744, 62.86317892234989],
+    [23.54146122024909, -1.7002881094626152],
+])
+AGENT_KEYPOINTS = np.array([
+    [-9.57731277880234, 3.028319671145463],
+    [14.124283276499565, -2.32937558530637],
+    [-1.35281048842575, -14.384614888518746],
+])
+COLORS = {"block": (31, 119, 180), "agent": (255, 127, 14)}
+
+
+class PushTKeypointsEnv(PushTEnv):
+    """Keypoint PushT.
+
+    Observation (2 D,): D = 20 coordinates (9 block keypoints xy, agent xy), then their visibility
+    (D,) of zeros and ones. With `agent_keypoints` the agent's 3 keypoints replace its position and
+    D = 24. Each keypoint is seen with probability `keypoint_visible_rate`, drawn anew at every
+    observation from the environment's generator; hidden coordinates stay in the observation, it is
+    for the policy to mask them.
+
+    Args:
+        local_keypoint_map: {'block': (K, 2), 'agent': (M, 2)} in the frames of the bodies.
+        color_map: {'block': rgb, 'agent': rgb} used by `draw_keypoints`.
+        The others: see `PushTEnv`.
+    """
+
+    def __init__(self, legacy=False, block_cog=None, damping=None, render_size=96,
+                 keypoint_visible_rate=1.0, agent_keypoints=False, draw_keypoints=False,
+                 reset_to_state=None, render_action=True, local_keypoint_map=None, color_map=None,
+                 render_mode="rgb_array"):
+        super().__init__(legacy=legacy, block_cog=block_cog, damping=damping,
+                         render_action=render_action, render_size=render_size,
+                         reset_to_state=reset_to_state, render_mode=render_mode)
+        params = self.genenerate_keypoint_manager_params()
+        self.local_keypoint_map = local_keypoint_map or params["local_keypoint_map"]
+        self.color_map = color_map or params["color_map"]
+        self.keypoint_visible_rate = keypoint_visible_rate
+        self.agent_keypoints = agent_keypoints
+        self.draw_keypoints = draw_keypoints
+        self._drawn_keypoints = {}
+
+        n_block = len(self.local_keypoint_map["block"])
+        n_agent = len(self.local_keypoint_map["agent"]) if agent_keypoints else 1
+        dim = 2 * (n_block + n_agent)
+        high = np.concatenate([np.full(dim, float(WINDOW)), np.ones(dim)])
+        self.observation_space = spaces.Box(np.zeros(2 * dim), high, dtype=np.float64)
+
+    @classmethod
+    def genenerate_keypoint_manager_params(cls):
+        """Keyword arguments for the constructor: keypoints in body frames, and their colours."""
+        return {
+            "local_keypoint_map": {"block": BLOCK_KEYPOINTS.copy(), "agent": AGENT_KEYPOINTS.copy()},
+            "color_map": dict(COLORS),
+        }
+
+    def _keypoints(self):
+        """World coordinates {'block': (9, 2)}, and 'agent': (3, 2) if they are observed."""
+        x, y, angle = self._block_pose
+        c, s = np.cos(angle), np.sin(angle)
+        rotation = np.array([[c, -s], [s, c]])
+        keypoints = {"block": self.local_keypoint_map["block"] @ rotation.T + (x, y)}
+        if self.agent_keypoints:
+            keypoints["agent"] = self.local_keypoint_map["agent"] + self.agent.position
+        return keypoints
+
+    def _get_obs(self):
+        keypoints = self._keypoints()
+        points = np.concatenate(list(keypoints.values()))
+        visible = self.np_random.random(len(points)) < self.keypoint_visible_rate
+        if self.draw_keypoints:
+            n_block = len(keypoints["block"])
+            self._drawn_keypoints = {"block": points[:n_block][visible[:n_block]],
+                                     "agent": points[n_block:][visible[n_block:]]}
+        if not self.agent_keypoints:
+            points = np.concatenate([points, [self.agent.position]])
+            visible = np.append(visible, True)
+        return np.concatenate([points.ravel(), np.repeat(visible, 2)])
+
+    def _render_frame(self, mark_action):
+        frame = super()._render_frame(mark_action)
+        for name, points in self._drawn_keypoints.items():
+            self._renderer.mark_keypoints(frame, points, self.color_map[name])
+        return frame

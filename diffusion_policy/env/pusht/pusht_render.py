@@ -1,0 +1,96 @@
+"""Drawing of PushT scenes, off screen: pygame surfaces need neither a display nor `pygame.init`."""
+import os
+
+os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
+
+import cv2
+import numpy as np
+import pygame
+import pymunk
+
+from diffusion_policy.env.pusht import tee
+from diffusion_policy.env.pusht.pusht_env import WINDOW
+
+WHITE = (255, 255, 255)
+GOAL = (144, 238, 144)
+OUTLINE_RADIUS = 2
+
+
+class Renderer(pymunk.SpaceDebugDrawOptions):
+    """Draws the physics world at 512 x 512, the size of the published image data before it was
+    reduced. The engine walks over the shapes and the contact points, which are visible in that data
+    as red dashes, and calls the draw methods below."""
+
+    def __init__(self):
+        super().__init__()
+        # Red first in memory, so that the buffer is an RGBX image without a copy.
+        self.surface = pygame.Surface((WINDOW, WINDOW), depth=32, masks=(0xFF, 0xFF00, 0xFF0000, 0))
+        self._pixels = np.frombuffer(self.surface.get_buffer(), np.uint8).reshape(WINDOW, WINDOW, 4)
+
+    def draw(self, space, goal_pose, size):
+        """-> frame (size, size, 3) uint8."""
+        self.surface.fill(WHITE)
+        for rect in (tee.BAR, tee.STEM):
+            goal = tee.to_world(tee.corners(rect), goal_pose)
+            pygame.draw.polygon(self.surface, GOAL, [_pixel(p) for p in goal])
+        space.debug_draw(self)
+        return np.ascontiguousarray(cv2.resize(self._pixels, (size, size))[..., :3])
+
+    def draw_circle(self, pos, angle, radius, outline_color, fill_color):
+        centre = _pixel(pos)
+        pygame.draw.circle(self.surface, _rgb(fill_color), centre, round(radius))
+        pygame.draw.circle(self.surface, _lighter(fill_color), centre, round(radius - 4))
+
+    def draw_segment(self, a, b, color):
+        pygame.draw.aalines(self.surface, _rgb(color), False, [_pixel(a), _pixel(b)])
+
+    def draw_fat_segment(self, a, b, radius, outline_color, fill_color):
+        """Line with round ends. The offsets are absolute values, which bends the band of some
+        directions: the published images have that shape."""
+        color = _rgb(fill_color)
+        (ax, ay), (bx, by) = _pixel(a), _pixel(b)
+        pygame.draw.lines(self.surface, color, False, [(ax, ay), (bx, by)], round(2 * radius))
+        dx, dy = abs(bx - ax), abs(by - ay)
+        if dx == 0 and dy == 0:
+            return
+        scale = radius / (dx * dx + dy * dy) ** 0.5
+        ox, oy = round(dy * scale), round(dx * scale)
+        pygame.draw.polygon(self.surface, color, [(ax - ox, ay - oy), (ax + ox, ay + oy),
+                                                  (bx + ox, by + oy), (bx - ox, by - oy)])
+        pygame.draw.circle(self.surface, color, (ax, ay), round(radius))
+        pygame.draw.circle(self.surface, color, (bx, by), round(radius))
+
+    def draw_polygon(self, verts, radius, outline_color, fill_color):
+        pygame.draw.polygon(self.surface, _lighter(fill_color), [_pixel(v) for v in verts])
+        for a, b in zip(verts, [*verts[1:], verts[0]]):
+            self.draw_fat_segment(a, b, OUTLINE_RADIUS, outline_color, fill_color)
+
+    def draw_dot(self, size, pos, color):
+        pygame.draw.circle(self.surface, _rgb(color), _pixel(pos), round(size))
+
+    @staticmethod
+    def mark_action(frame, action):
+        """Draw a red cross at `action` (2,) pixels of the window onto `frame`, in place."""
+        size = frame.shape[0]
+        x, y = (int(float(v) / WINDOW * size) for v in action)
+        cv2.drawMarker(frame, (x, y), (255, 0, 0), markerType=cv2.MARKER_CROSS,
+                       markerSize=int(8 / 96 * size), thickness=max(1, int(1 / 96 * size)))
+
+    @staticmethod
+    def mark_keypoints(frame, keypoints, color):
+        """Draw dots at `keypoints` (K, 2) pixels of the window onto `frame`, in place."""
+        size = frame.shape[0]
+        for x, y in keypoints / WINDOW * size:
+            cv2.circle(frame, (int(x), int(y)), max(1, size // 96), color, -1)
+
+
+def _pixel(point):
+    return round(point[0]), round(point[1])
+
+
+def _rgb(color):
+    return round(color.r), round(color.g), round(color.b)
+
+
+def _lighter(color):
+    return tuple(round(min(1.2 * c, 255)) for c in (color.r, color.g, color.b))

@@ -1,0 +1,124 @@
+"""Chunks of actions in, stacks of observations out."""
+from collections import defaultdict, deque
+
+import dill
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+
+def stack_repeated(x, n):
+    """(...) -> (n, ...), n copies."""
+    return np.repeat(np.expand_dims(x, axis=0), n, axis=0)
+
+
+def repeated_box(box_space, n):
+    return spaces.Box(low=stack_repeated(box_space.low, n), high=stack_repeated(box_space.high, n),
+                      dtype=box_space.dtype)
+
+
+def repeated_space(space, n):
+    """Space of n stacked samples of a Box, or of a Dict of Boxes."""
+    if isinstance(space, spaces.Box):
+        return repeated_box(space, n)
+    if isinstance(space, spaces.Dict):
+        return spaces.Dict({key: repeated_space(value, n) for key, value in space.items()})
+    raise TypeError(f"only Box and Dict spaces can be stacked, not {type(space).__name__}")
+
+
+def take_last_n(x, n):
+    """Last n entries of a sequence as an array (min(n, len(x)), ...)."""
+    x = list(x)
+    return np.array(x[max(0, len(x) - n):])
+
+
+def dict_take_last_n(x, n):
+    return {key: take_last_n(value, n) for key, value in x.items()}
+
+
+def aggregate(data, method="max"):
+    """Reduce a sequence of numbers; `method` is max, min, mean or sum."""
+    reductions = {"max": np.max, "min": np.min, "mean": np.mean, "sum": np.sum}
+    if method not in reductions:
+        raise ValueError(f"unknown aggregation {method!r}, choose one of {sorted(reductions)}")
+    return reductions[method](data)
+
+
+def stack_last_n_obs(all_obs, n_steps):
+    """Last n_steps of a sequence of arrays (...) -> (n_steps, ...), the oldest repeated to fill."""
+    all_obs = list(all_obs)
+    if not all_obs:
+        raise ValueError("there is no observation to stack yet: call reset first")
+    last = all_obs[-n_steps:]
+    return np.stack([last[0]] * (n_steps - len(last)) + last)
+
+
+class MultiStepWrapper(gym.Wrapper):
+    """Executes n_action_steps actions per call and returns the last n_obs_steps observations.
+
+    Observation: every array of the wrapped environment with a leading axis of n_obs_steps.
+    Action: (up to n_action_steps, Da); the rest of a chunk is dropped once the episode is over, and
+    from then on `step` changes nothing until `reset`.
+    Reward: aggregate of all rewards since reset, so with 'max' the best one of the episode so far.
+    Info: per key, the values of the last n_obs_steps steps (fewer at the start).
+    """
+
+    def __init__(self, env, n_obs_steps, n_action_steps, max_episode_steps=None,
+                 reward_agg_method="max"):
+        super().__init__(env)
+        self.action_space = repeated_space(env.action_space, n_action_steps)
+        self.observation_space = repeated_space(env.observation_space, n_obs_steps)
+        self.max_episode_steps = max_episode_steps
+        self.n_obs_steps = n_obs_steps
+        self.n_action_steps = n_action_steps
+        self.reward_agg_method = reward_agg_method
+        self._clear()
+
+    def _clear(self):
+        self.obs = deque(maxlen=self.n_obs_steps)
+        self.reward = []
+        self.done = []
+        self.info = defaultdict(lambda: deque(maxlen=self.n_obs_steps))
+        self._terminated = self._truncated = False
+
+    def reset(self, *, seed=None, options=None):
+        obs, info = self.env.reset(seed=seed, options=options)
+        self._clear()
+        self.obs.append(obs)
+        return self._get_obs(self.n_obs_steps), info
+
+    def step(self, action):
+        for act in action:
+            if self._terminated or self._truncated:
+                break
+            obs, reward, self._terminated, self._truncated, info = self.env.step(act)
+            self.obs.append(obs)
+            self.reward.append(reward)
+            if self.max_episode_steps is not None and len(self.reward) >= self.max_episode_steps:
+                self._truncated = True
+            self.done.append(self._terminated or self._truncated)
+            for key, value in info.items():
+                self.info[key].append(value)
+        reward = float(aggregate(self.reward, self.reward_agg_method))
+        return (self._get_obs(self.n_obs_steps), reward, bool(self._terminated),
+                bool(self._truncated), dict_take_last_n(self.info, self.n_obs_steps))
+
+    def _get_obs(self, n_steps=1):
+        if isinstance(self.observation_space, spaces.Dict):
+            return {key: stack_last_n_obs([obs[key] for obs in self.obs], n_steps)
+                    for key in self.observation_space}
+        return stack_last_n_obs(self.obs, n_steps)
+
+    def get_rewards(self):
+        """Reward of every environment step since reset."""
+        return self.reward
+
+    def get_attr(self, name):
+        return self.get_wrapper_attr(name)
+
+    def run_dill_function(self, dill_fn):
+        """Call a function of this wrapper that was sent as bytes."""
+        return dill.loads(dill_fn)(self)
+
+    def get_infos(self):
+        return {key: list(value) for key, value in self.info.items()}

@@ -1,0 +1,23 @@
+"""Where a module lives and what it computes in, read from its parameters."""
+import torch
+from torch import nn
+
+
+class ModuleAttrMixin(nn.Module):
+    """Adds `device` and `dtype` to a module, also to one without weights of its own.
+
+    The zero-length `_dummy_variable` is what moves with `.to()` when there is nothing else; it is part of every state dict
+    of this family, so its name and shape are fixed.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._dummy_variable = nn.Parameter(torch.empty(0))
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype

@@ -1,0 +1,187 @@
+"""Evaluate a checkpoint. `eval.py` of a checkout and the installed command `idp-eval` both start here.
+
+Writes eval_log.json (upstream's keys, and ours beside them) and videos of the first episodes into an output folder.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import pathlib
+import shutil
+import sys
+import time
+from typing import Any, Iterator
+
+import hydra
+import numpy as np
+import torch
+from hydra.errors import InstantiationException
+from omegaconf import DictConfig, OmegaConf
+
+from diffusion_policy.common import checkpoint_io
+from diffusion_policy.common.config_util import register_resolvers, resolve_device
+from diffusion_policy.common.errors import CheckpointError, ConfigError, UserError
+from diffusion_policy.common.random_state import seed_everything
+from diffusion_policy.common.statistics import mean_interval
+from diffusion_policy.scripts.train import explain
+
+#: First seed of each named set. `mip` shares its starts with the public demonstrations, `heldout` does not.
+SEED_SETS = {"mip": 0, "heldout": 100000}
+
+
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(prog="eval.py", description="Evaluate a checkpoint in its task's environment.")
+    out.add_argument("-c", "--checkpoint", required=True, help="a .ckpt file of a training run")
+    out.add_argument("-o", "--output_dir", help="where eval_log.json and videos go (default: eval_<checkpoint name> beside checkpoints/)")
+    out.add_argument("-d", "--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
+    out.add_argument("-n", "--n_episodes", type=int, help="number of test episodes (default: the task's n_test)")
+    out.add_argument("--seeds", choices=sorted(SEED_SETS), help="set of starting seeds (default: the task's test_start_seed)")
+    out.add_argument("--nfe", type=int, help="network calls per action chunk, for policies that can trade them (IDP: 1 or 2)")
+    out.add_argument("--overwrite", action="store_true", help="replace an output folder that already holds an evaluation")
+    out.add_argument("--trust-checkpoint", action="store_true", help="open a pickled (upstream) checkpoint, which runs code from the file")
+    return out
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parser().parse_args(arguments)
+    try:
+        evaluate(options)
+    except (UserError, InstantiationException, ValueError) as error:
+        sys.exit(f"error: {explain(error)}")
+
+
+def evaluate(options: argparse.Namespace) -> dict[str, Any]:
+    checkpoint = pathlib.Path(options.checkpoint)
+    output = pathlib.Path(options.output_dir) if options.output_dir else checkpoint.parent.parent / f"eval_{checkpoint.stem}"
+    if (output / "eval_log.json").exists() and not options.overwrite:
+        raise ConfigError(f"{output} already holds an evaluation: choose another --output_dir, or pass --overwrite")
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"{output} is a file, not a folder")
+    if options.n_episodes is not None and options.n_episodes < 1:
+        raise ConfigError(f"--n_episodes {options.n_episodes}: at least one episode is needed")
+    device = resolve_device(options.device)
+    payload = checkpoint_io.load(checkpoint, trust=options.trust_checkpoint)
+    cfg = OmegaConf.create(payload["cfg"])
+    policy = load_policy(cfg, payload).to(device).eval()
+    if options.nfe is not None:
+        set_nfe(policy, options.nfe)
+    # Nothing was written up to here: a checkpoint that does not load leaves the folder as it was.
+    if options.overwrite and (output / "eval_log.json").exists():
+        shutil.rmtree(output / "media", ignore_errors=True)
+    output.mkdir(parents=True, exist_ok=True)
+    runner = make_runner(cfg, options, output)
+    seed_everything(cfg.training.seed)
+    with counting(policy) as counter:
+        scores = runner.run(policy)
+    log = dict(scores) | report(runner, policy, counter, device)
+    log |= {"checkpoint": str(checkpoint), "global_step": payload.get("attributes", {}).get("global_step"), "name": cfg.get("name"),
+            "seeds": options.seeds or "task", "versions": checkpoint_io.versions(), "torch_threads": torch.get_num_threads()}
+    text = json.dumps(log, indent=2, sort_keys=True)
+    checkpoint_io.write_atomically(output / "eval_log.json", lambda file: file.write(text.encode()))
+    low, high = log["interval_95"]
+    latency = log["latency_ms"]
+    print(f"mean score {log['test/mean_score']:.3f}  (95 % interval {low:.3f} to {high:.3f}, {log['n_episodes']} episodes, best {log['best_score']:.3f})")
+    print(f"inference  p50 {latency['p50']:.2f} ms, p90 {latency['p90']:.2f} ms, p99 {latency['p99']:.2f} ms at batch 1; {log['nfe']:g} network call(s)")
+    print(f"written to {output / 'eval_log.json'}")
+    return log
+
+
+def load_policy(cfg: DictConfig, payload: dict[str, Any]) -> torch.nn.Module:
+    """The policy of a checkpoint with the weights that are meant to act: the averaged ones if there are any."""
+    register_resolvers()
+    policy = hydra.utils.instantiate(cfg.policy)
+    name = "ema_model" if cfg.training.use_ema else "model"
+    if name not in payload["state_dicts"]:
+        raise CheckpointError(f"the checkpoint has no {name} (it has: {', '.join(payload['state_dicts'])})")
+    try:
+        policy.load_state_dict(payload["state_dicts"][name])
+    except RuntimeError as error:
+        raise CheckpointError(f"the checkpoint's weights do not fit its configuration: {str(error)[:600]}") from error
+    return policy
+
+
+def set_nfe(policy: torch.nn.Module, nfe: int) -> None:
+    """Change how many network calls a policy makes per chunk: its `nfe`, or a denoiser's number of steps."""
+    if nfe < 1:
+        raise ConfigError(f"--nfe {nfe}: at least one network call is needed")
+    if hasattr(policy, "nfe"):
+        policy.nfe = nfe
+    elif hasattr(policy, "noise_scheduler"):
+        policy.num_inference_steps = nfe
+    else:
+        raise ConfigError(f"{type(policy).__name__} makes a fixed number of network calls; leave --nfe away")
+
+
+def make_runner(cfg: DictConfig, options: argparse.Namespace, output: pathlib.Path) -> Any:
+    """The task's runner on test episodes only."""
+    changes: dict[str, Any] = {"n_train": 0, "n_train_vis": 0}
+    if options.n_episodes is not None:
+        changes["n_test"] = options.n_episodes
+    if options.seeds is not None:
+        changes["test_start_seed"] = SEED_SETS[options.seeds]
+    section = cfg.task.env_runner
+    return hydra.utils.instantiate(section, output_dir=str(output), **changes)
+
+
+@contextlib.contextmanager
+def counting(policy: torch.nn.Module) -> Iterator[dict[str, Any]]:
+    """Count calls of the network and of predict_action, and keep one observation to measure latency with."""
+    counter: dict[str, Any] = {"network": 0, "chunks": 0, "obs": None}
+    predict = policy.predict_action
+
+    def predict_action(obs_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        counter["chunks"] += 1
+        if counter["obs"] is None:
+            counter["obs"] = {key: value[:1].clone() for key, value in obs_dict.items()}
+        return predict(obs_dict)
+
+    def called(*_: Any) -> None:
+        counter["network"] += 1
+
+    handle = policy.model.register_forward_hook(called)
+    policy.predict_action = predict_action
+    try:
+        yield counter
+    finally:
+        handle.remove()
+        del policy.predict_action
+
+
+def report(runner: Any, policy: torch.nn.Module, counter: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    episodes = [episode for episode in runner.episodes if episode["split"] == "test"]
+    scores = np.array([episode["max_reward"] for episode in episodes])
+    return {
+        "episodes": episodes,
+        "n_episodes": len(episodes),
+        "best_score": float(scores.max()),
+        "interval_95": mean_interval(scores),
+        "nfe": counter["network"] / counter["chunks"],
+        "latency_ms": latency(policy, counter["obs"], device),
+        "device": str(device),
+    }
+
+
+@torch.no_grad()
+def latency(policy: torch.nn.Module, obs: dict[str, torch.Tensor], device: torch.device, calls: int = 100, seconds: float = 20.0) -> dict[str, float]:
+    """Percentiles of predict_action at batch 1, end to end, after a warm-up; fewer calls if they are slow."""
+    def wait() -> None:
+        if device.type in ("cuda", "mps"):
+            getattr(torch, device.type).synchronize()
+
+    for _ in range(3):
+        policy.predict_action(obs)
+    times: list[float] = []
+    deadline = time.perf_counter() + seconds
+    while len(times) < calls and (len(times) < 5 or time.perf_counter() < deadline):
+        wait()
+        start = time.perf_counter()
+        policy.predict_action(obs)
+        wait()
+        times.append(1000 * (time.perf_counter() - start))
+    p50, p90, p99 = np.percentile(times, [50, 90, 99])
+    return {"p50": float(p50), "p90": float(p90), "p99": float(p99), "max": max(times), "calls": len(times)}
+
+
+if __name__ == "__main__":
+    main()

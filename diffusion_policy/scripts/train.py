@@ -1,0 +1,43 @@
+"""Train a policy. `train.py` of a checkout and the installed command `idp-train` both start here.
+
+    python train.py --config-name=train_idp_transformer_lowdim preset=cpu
+    python train.py --config-name=train_idp_transformer_lowdim training.seed=0,1,2 --multirun
+"""
+from __future__ import annotations
+
+import os
+import sys
+
+import hydra
+from hydra.errors import InstantiationException
+from omegaconf import DictConfig, OmegaConf
+
+from diffusion_policy.common.config_util import config_dir, register_resolvers
+from diffusion_policy.common.errors import UserError
+
+register_resolvers()
+
+
+@hydra.main(version_base=None, config_path=str(config_dir()))
+def main(cfg: DictConfig) -> None:
+    if "_target_" not in cfg:
+        names = sorted(path.stem for path in config_dir().glob("train_*.yaml"))
+        sys.exit("choose a configuration with --config-name=NAME; there are:\n  " + "\n  ".join(names))
+    OmegaConf.resolve(cfg)      # now, so that every ${now:...} is the same moment
+    try:
+        hydra.utils.get_class(cfg._target_)(cfg).run()
+    except (UserError, InstantiationException) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        sys.exit(f"error: {explain(error)}\n(HYDRA_FULL_ERROR=1 shows where)")
+
+
+def explain(error: BaseException) -> str:
+    """The message of what went wrong, without Hydra's account of where it was when it did."""
+    while isinstance(error, InstantiationException) and error.__cause__ is not None:
+        error = error.__cause__
+    return str(error) if isinstance(error, (UserError, ValueError, TypeError)) else f"{type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    main()

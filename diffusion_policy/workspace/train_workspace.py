@@ -1,0 +1,383 @@
+"""The training loop. There is one; upstream's workspace names are thin subclasses of it."""
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import logging
+import math
+import pathlib
+import shutil
+import signal
+import sys
+from typing import Any
+
+import hydra
+import torch
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from diffusion_policy.common import checkpoint_io
+from diffusion_policy.common.batch_stream import BatchStream
+from diffusion_policy.common.checkpoint_util import TopKCheckpointManager
+from diffusion_policy.common.config_util import resolve_device
+from diffusion_policy.common.errors import ConfigError
+from diffusion_policy.common.json_logger import JsonLogger
+from diffusion_policy.common.plot_util import plot_learning_curve
+from diffusion_policy.common.pytorch_util import dict_apply
+from diffusion_policy.common.random_state import RandomState, isolated_random_state, seed_everything
+from diffusion_policy.model.common.lr_scheduler import get_scheduler
+from diffusion_policy.workspace.base_workspace import BaseWorkspace
+
+log = logging.getLogger(__name__)
+
+#: Keys of the `training` section with what they are when a config does not set them.
+TRAINING = {
+    "device": "auto", "seed": 42, "debug": False, "resume": True,
+    "lr_scheduler": "cosine", "lr_warmup_steps": 0, "num_epochs": 1, "steps_per_epoch": None, "gradient_accumulate_every": 1,
+    "grad_clip_norm": None, "use_ema": True, "freeze_encoder": False,
+    "rollout_every": 1, "checkpoint_every": 1, "val_every": 1, "sample_every": 1, "log_every": 50,
+    "max_train_steps": None, "max_val_steps": None, "tqdm_interval_sec": 1.0,
+}
+#: What upstream's training.debug stands for.
+DEBUG = {"num_epochs": 2, "max_train_steps": 3, "max_val_steps": 3, "rollout_every": 1, "checkpoint_every": 1, "val_every": 1,
+         "sample_every": 1}
+LAST_EVALUATIONS = 5    # the protocol reports the best evaluation and the mean of the last five
+
+
+class TrainWorkspace(BaseWorkspace):
+    """Trains `cfg.policy` on `cfg.task.dataset` and evaluates it with `cfg.task.env_runner`.
+
+    A step is an optimiser step: schedules, EMA, intervals and logs count those, whatever the gradient accumulation. An epoch is one
+    pass over the data, or `training.steps_per_epoch` steps of an endless stream. Evaluations and checkpoints happen at the end of
+    every n-th epoch and of the last. A checkpoint holds everything that the next step depends on, so a resumed run computes the same
+    numbers, bit for bit on one device, as one that was never stopped.
+
+    A policy may also offer `set_progress(fraction)`, called before each step, and `metrics() -> dict`, asked at the log interval.
+    """
+
+    include_keys = ("global_step", "epoch", "epoch_loss", "scores")
+
+    def __init__(self, cfg: DictConfig, output_dir: str | None = None):
+        super().__init__(cfg, output_dir)
+        self.settings = _training_settings(cfg.training)
+        seed_everything(self.settings.seed)
+        self.model = hydra.utils.instantiate(cfg.policy)
+        self.ema_model = copy.deepcopy(self.model) if self.settings.use_ema else None
+        self.optimizer = self._make_optimizer()
+        self.global_step = 0
+        self.epoch = 0
+        self.epoch_loss = [0.0, 0]      # sum and count of the losses of the unfinished epoch
+        self.scores: list[float] = []   # test/mean_score of each evaluation
+
+    @property
+    def policy(self) -> torch.nn.Module:
+        """The policy to evaluate and deploy: the averaged weights if there are any."""
+        return self.model if self.ema_model is None else self.ema_model
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        if self.settings.freeze_encoder:
+            self.model.obs_encoder.requires_grad_(False)
+        if "_target_" in self.cfg.optimizer:
+            return hydra.utils.instantiate(self.cfg.optimizer, params=self.model.parameters(), _convert_="all")
+        return self.model.get_optimizer(**OmegaConf.to_container(self.cfg.optimizer, resolve=True))
+
+    # ------------------------------------------------------------------ the run
+    def run(self) -> dict[str, Any]:
+        cfg, s = self.cfg, self.settings
+        output = pathlib.Path(self.output_dir)
+        latest = self.get_checkpoint_path()
+        resuming = s.resume and latest.is_file()
+        if latest.is_file() and not resuming:
+            raise ConfigError(f"{output} already holds a run: set training.resume=true to continue it, or choose another hydra.run.dir")
+
+        dataset = hydra.utils.instantiate(cfg.task.dataset)
+        self.stream = _stream(dataset, cfg.dataloader, s.seed)
+        validation = dataset.get_validation_dataset()
+        self.val_stream = _stream(validation, cfg.val_dataloader, s.seed) if len(validation) else None
+        normalizer = dataset.get_normalizer()
+        self.model.set_normalizer(normalizer)
+        if self.ema_model is not None:
+            self.ema_model.set_normalizer(normalizer)
+
+        per_epoch = self.stream.batches_per_pass if s.max_train_steps is None else min(self.stream.batches_per_pass, s.max_train_steps)
+        self.steps_per_epoch = s.steps_per_epoch or max(1, per_epoch // s.gradient_accumulate_every)
+        self.total_steps = self.steps_per_epoch * s.num_epochs
+        self.lr_scheduler = get_scheduler(s.lr_scheduler, optimizer=self.optimizer, num_warmup_steps=s.lr_warmup_steps,
+                                          num_training_steps=max(1, self.total_steps))
+        self.ema = hydra.utils.instantiate(cfg.ema, model=self.ema_model) if self.ema_model is not None else None
+        self.topk = TopKCheckpointManager(save_dir=str(output / "checkpoints"), **cfg.checkpoint.topk)
+        self.random_state = RandomState()
+        self.device = resolve_device(s.device)
+        self.model.to(self.device)
+        if self.ema_model is not None:
+            self.ema_model.to(self.device)
+        runner = hydra.utils.instantiate(cfg.task.env_runner, output_dir=str(output))
+
+        if resuming:
+            payload = self.load_checkpoint()
+            _report_changes(payload["cfg"], OmegaConf.to_container(cfg, resolve=True))
+            say(f"resuming {output} at step {self.global_step} of {self.total_steps}")
+        output.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(cfg, output / "config.yaml", resolve=True)
+        _drop_log_after(output / "logs.json.txt", self.global_step)
+        tracker = _tracker(cfg, output)
+        say(f"training {type(self.model).__name__} ({_millions(self.model)}) on {len(dataset)} windows of {cfg.task.name}, "
+            f"{self.total_steps} steps of batch {cfg.dataloader.batch_size} on {self.device}; run folder {output}")
+        try:
+            with JsonLogger(str(output / "logs.json.txt")) as self.logger, _StopRequest() as stop:
+                self._train(stop, runner, tracker)
+        finally:
+            if hasattr(runner, "close"):
+                runner.close()
+            if tracker is not None:
+                tracker.finish()
+        return self._summary(output, finished=self.global_step >= self.total_steps)
+
+    def _train(self, stop: "_StopRequest", runner: Any, tracker: Any) -> None:
+        s = self.settings
+        if self.total_steps == 0:
+            self._end_epoch({"global_step": 0, "epoch": 0}, runner, tracker)    # an untrained policy, evaluated and saved like any other
+        batches = self.stream.batches(self.global_step * s.gradient_accumulate_every)
+        pending: list[torch.Tensor] = []        # losses since the last record, still on the device: reading them would wait for it
+        with tqdm(total=self.total_steps, initial=self.global_step, desc="training", unit="step", mininterval=s.tqdm_interval_sec,
+                  disable=None, dynamic_ncols=True) as bar:
+            while self.global_step < self.total_steps:
+                if hasattr(self.model, "set_progress"):
+                    self.model.set_progress(self.global_step / self.total_steps)
+                pending.append(self._optimise(batches))
+                self.global_step += 1
+                bar.update()
+                end_of_epoch = self.global_step % self.steps_per_epoch == 0
+                if not (end_of_epoch or stop.requested or self.global_step % s.log_every == 0):
+                    continue
+                record = self._record(pending)
+                pending.clear()
+                bar.set_postfix(epoch=self.epoch, loss=f"{record['train_loss']:.4g}", refresh=False)
+                if end_of_epoch:
+                    record["train_loss"] = self.epoch_loss[0] / self.epoch_loss[1]
+                    self._end_epoch(record, runner, tracker)
+                else:
+                    self._log(record, tracker)
+                if stop.requested:
+                    self.save_checkpoint()
+                    return
+
+    def _record(self, losses: list[torch.Tensor]) -> dict[str, Any]:
+        """What is logged of the steps since the last record; stops the run if one of them had no finite loss."""
+        values = torch.stack(losses).tolist()
+        for step, value in enumerate(values, start=self.global_step - len(values)):
+            if not math.isfinite(value):
+                raise FloatingPointError(
+                    f"the loss of step {step} is {value}. Nothing was saved since: {self.get_checkpoint_path()} is from before. Lower "
+                    "optimizer.lr, set training.grad_clip_norm, or look for extreme values in the dataset")
+        self.epoch_loss = [self.epoch_loss[0] + sum(values), self.epoch_loss[1] + len(values)]
+        record = {"train_loss": values[-1], "global_step": self.global_step - 1, "epoch": self.epoch,
+                  "lr": self.lr_scheduler.get_last_lr()[0]}
+        return record | (self.model.metrics() if hasattr(self.model, "metrics") else {})
+
+    def _optimise(self, batches: Any) -> torch.Tensor:
+        """One optimiser step over gradient_accumulate_every batches; returns the mean loss, detached, on the device."""
+        s = self.settings
+        self.model.train()
+        total = torch.zeros((), device=self.device)
+        for _ in range(s.gradient_accumulate_every):
+            loss = self.model.compute_loss(self._to_device(next(batches))) / s.gradient_accumulate_every
+            loss.backward()
+            total += loss.detach()
+        if s.grad_clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.lr_scheduler.step()
+        if self.ema is not None:
+            self.ema.step(self.model)
+        return total
+
+    # ------------------------------------------------------------------ the end of an epoch
+    def _end_epoch(self, record: dict[str, Any], runner: Any, tracker: Any) -> None:
+        """Evaluate, log and save, each if its interval is due. Evaluation has random numbers of its own."""
+        s = self.settings
+        last = self.global_step >= self.total_steps
+        due = lambda every: last or (self.epoch + 1) % every == 0
+        policy = self.policy
+        policy.eval()
+        with isolated_random_state(s.seed), torch.no_grad():
+            if due(s.val_every) and self.val_stream is not None:
+                record["val_loss"] = self._validation_loss(policy)
+            if due(s.sample_every):
+                record["train_action_mse_error"] = self._action_error(policy)
+            if due(s.rollout_every):
+                record |= runner.run(policy)
+        if "test/mean_score" in record:
+            self.scores.append(record["test/mean_score"])
+        self._log(record, tracker)
+        shown = [f"{key} {record[key]:.4g}" for key in ("train_loss", "val_loss", "train_action_mse_error", "test/mean_score") if key in record]
+        say(f"epoch {self.epoch}, step {self.global_step}/{self.total_steps}: {', '.join(shown)}")
+
+        self.epoch += 1
+        self.epoch_loss = [0.0, 0]
+        metrics = {key.replace("/", "_"): value for key, value in record.items()}
+        best = self.topk.get_ckpt_path(metrics) if self.cfg.checkpoint.topk.monitor_key in metrics else None
+        if due(s.checkpoint_every) or best is not None:
+            latest = self.save_checkpoint()
+            if best is not None:
+                with open(latest, "rb") as source:
+                    checkpoint_io.write_atomically(best, lambda file: shutil.copyfileobj(source, file))
+
+    def _validation_loss(self, policy: torch.nn.Module) -> float:
+        count = self.val_stream.batches_per_pass
+        if self.settings.max_val_steps is not None:
+            count = min(count, self.settings.max_val_steps)
+        losses = [policy.compute_loss(self._to_device(self.val_stream.batch(i))).item() for i in range(count)]
+        return sum(losses) / len(losses)
+
+    def _action_error(self, policy: torch.nn.Module) -> float:
+        """Mean squared error, in the dataset's units, of the actions predicted for the first training batch."""
+        batch = self._to_device(self.stream.batch(0))
+        prediction = policy.predict_action(batch["obs"] if isinstance(batch["obs"], dict) else {"obs": batch["obs"]})["action_pred"]
+        target = batch["action"]
+        if prediction.shape[1] != target.shape[1]:      # the policy predicts only the steps it executes
+            first = policy.n_obs_steps - 1 if getattr(policy, "oa_step_convention", True) else policy.n_obs_steps
+            target = target[:, first : first + prediction.shape[1]]
+        return torch.nn.functional.mse_loss(prediction, target).item()
+
+    def _to_device(self, batch: Any) -> Any:
+        return dict_apply(batch, lambda x: x.to(self.device, non_blocking=True))
+
+    def _log(self, record: dict[str, Any], tracker: Any) -> None:
+        self.logger.log(record)
+        if tracker is not None:
+            import wandb
+
+            media = {key: wandb.Video(value, format="mp4") if isinstance(value, str) and value.endswith(".mp4") else value
+                     for key, value in record.items()}
+            tracker.log(media, step=record["global_step"])
+
+    # ------------------------------------------------------------------ the end of the run
+    def _summary(self, output: pathlib.Path, finished: bool) -> dict[str, Any]:
+        latest = self.get_checkpoint_path()
+        if not finished:
+            say(f"stopped at step {self.global_step} of {self.total_steps}; continue with\n"
+                f"    {_command()} training.resume=true hydra.run.dir={output}")
+            raise KeyboardInterrupt
+        last = self.scores[-LAST_EVALUATIONS:]
+        summary = {
+            "score": self.scores[-1] if self.scores else None,
+            "best_score": max(self.scores, default=None),
+            "mean_of_last_scores": sum(last) / len(last) if last else None,
+            "evaluations": len(self.scores), "steps": self.global_step, "checkpoint": str(latest),
+            "videos": sorted(str(path) for path in (output / "media").glob("*.mp4")),
+            "learning_curve": str(plot_learning_curve(output / "logs.json.txt", output / "learning_curve.png")),
+        }
+        checkpoint_io.write_atomically(output / "summary.json", lambda file: file.write(json.dumps(summary, indent=2).encode()))
+        if self.scores:
+            say(f"score {summary['score']:.3f} (best {summary['best_score']:.3f}, mean of the last {len(last)} evaluations "
+                f"{summary['mean_of_last_scores']:.3f})")
+        say(f"checkpoint      {latest}")
+        if summary["videos"]:
+            say(f"rollout video   {summary['videos'][-1]}")
+        say(f"learning curve  {summary['learning_curve']}")
+        say(f"next            python eval.py --checkpoint {latest}")
+        return summary
+
+
+# ---------------------------------------------------------------------- helpers
+def say(text: str) -> None:
+    """A line for the user that does not tear a progress bar apart."""
+    tqdm.write(text, file=sys.stdout)
+    sys.stdout.flush()
+
+
+def _training_settings(section: DictConfig) -> DictConfig:
+    """The `training` section completed with defaults; a key nobody reads is an error, not a silent no-op."""
+    for key in section:
+        if key not in TRAINING:
+            near = difflib.get_close_matches(key, TRAINING, n=1)
+            raise ConfigError(f"training.{key} is not a setting; " + (f"did you mean training.{near[0]}?" if near else f"there are: {', '.join(TRAINING)}"))
+    settings = OmegaConf.merge(TRAINING, section)
+    if settings.debug:
+        settings = OmegaConf.merge(settings, DEBUG)
+    for key in ("rollout_every", "checkpoint_every", "val_every", "sample_every", "log_every", "gradient_accumulate_every"):
+        if settings[key] < 1:
+            raise ConfigError(f"training.{key}={settings[key]} must be at least 1")
+    return settings
+
+
+def _stream(dataset: Any, loader: DictConfig, seed: int) -> BatchStream:
+    options = OmegaConf.to_container(loader, resolve=True)
+    options["pin_memory"] = bool(options.get("pin_memory")) and torch.cuda.is_available()
+    if not options.get("num_workers"):
+        options.pop("persistent_workers", None)
+    return BatchStream(dataset, seed=seed, **options)
+
+
+def _tracker(cfg: DictConfig, output: pathlib.Path) -> Any:
+    """A wandb run if the config asks for one."""
+    options = OmegaConf.to_container(cfg.logging, resolve=True)
+    if options.get("mode", "disabled") == "disabled":
+        return None
+    import wandb
+
+    return wandb.init(dir=str(output), config=OmegaConf.to_container(cfg, resolve=True), **options)
+
+
+def _drop_log_after(path: pathlib.Path, step: int) -> None:
+    """Remove what a killed run logged after the checkpoint that it is resumed from, so that no step is logged twice."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line).get("global_step", -1) < step:
+                kept.append(line)
+        except json.JSONDecodeError:
+            break    # the half-written last line of a killed run
+    checkpoint_io.write_atomically(path, lambda file: file.write("".join(f"{line}\n" for line in kept).encode()))
+
+
+def _report_changes(before: Any, now: Any) -> None:
+    """Say which settings of a resumed run differ from those it was started with."""
+    def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+        if not isinstance(value, dict):
+            return {prefix: value}
+        return {key: leaf for name, child in value.items() for key, leaf in flat(child, f"{prefix}.{name}" if prefix else name).items()}
+
+    old, new = flat(before), flat(now)
+    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
+               and not key.startswith(("training.resume", "logging", "multi_run"))]
+    if changed:
+        log.warning("resuming with other settings than the run was started with: %s",
+                    ", ".join(f"{key} {old.get(key)} -> {new.get(key)}" for key in changed))
+
+
+def _millions(model: torch.nn.Module) -> str:
+    return f"{sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6:.2f} M parameters"
+
+
+def _command() -> str:
+    return "python " + " ".join(argument for argument in sys.argv if not argument.startswith(("training.resume=", "hydra.run.dir=")))
+
+
+class _StopRequest:
+    """Turns Ctrl-C and SIGTERM into a request to stop after the current step, with a checkpoint. A second one stops at once."""
+
+    def __init__(self):
+        self.requested = False
+
+    def __enter__(self) -> "_StopRequest":
+        try:
+            self.before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:      # not in the main thread: leave the signals alone
+            self.before = {}
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        say("stopping after this step; a checkpoint is being written (again to stop at once)")
