@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 from diffusion_policy.common.errors import ConfigError
-from diffusion_policy.model.diffusion.mip_networks import ChiTransformer, ChiUnet, ResidualMLP, StateEncoder, TwoTimeEmbedding
+from diffusion_policy.model.diffusion.mip_networks import (
+    ChiTransformer, ChiUnet, ResidualMLP, StateEncoder, TwoTimeEmbedding, stack_times)
 
 # task: obs_dim, action_dim, horizon, and parameters of network / encoder for mlp, transformer, unet
 TASKS = {
@@ -107,6 +108,12 @@ def test_time_embedding():
     torch.testing.assert_close(embedding[8:], expected, rtol=0, atol=1e-5)
     with pytest.raises(ConfigError, match="divisible by 4"):
         TwoTimeEmbedding(6)
+
+
+def test_start_time_comes_first():
+    sample = torch.zeros(2, 8, 3)
+    torch.testing.assert_close(stack_times(0.9, 0.2, sample), torch.tensor([[0.2, 0.9]] * 2))
+    torch.testing.assert_close(stack_times(torch.tensor([0.1, 0.9]), None, sample), torch.tensor([[0.1, 0.1], [0.9, 0.9]]))
 
 
 def test_transformer_masks():

@@ -141,6 +141,15 @@ def test_a_finished_episode_stops_while_the_others_go_on(tmp_path, monkeypatch):
     assert len(policy.inputs) == 3
 
 
+def test_slots_without_an_episode_simulate_nothing(tmp_path, monkeypatch):
+    calls = []
+    plain_step = PushTEnv.step
+    monkeypatch.setattr(PushTEnv, "step", lambda self, action: calls.append(1) or plain_step(self, action))
+    runner = small(PushTStateRunner, tmp_path, n_envs=3)  # 4 episodes: 2 of the last 3 slots are idle
+    runner.run(Policy(diagonal))
+    assert len(calls) == sum(e["steps"] for e in runner.episodes) == 4 * 24
+
+
 def test_train_or_test_may_be_empty(tmp_path):
     log = small(PushTStateRunner, tmp_path, n_train=0).run(Policy(diagonal))
     assert "test/mean_score" in log and not any(key.startswith("train") for key in log)

@@ -10,11 +10,12 @@ import zipfile
 import numcodecs
 import numpy as np
 import zarr
-from zarr.storage import ZipStore
+from zarr.storage import LocalStore, ZipStore
 
 from diffusion_policy.common.errors import DataError, DataNotFoundError
 
 READ_BLOCK_BYTES = 64e6
+WRITE_CONFIG = {"write_empty_chunks": True}  # chunks of zeros too: a missing one then always means that data was lost
 COMPRESSORS = {
     "default": dict(cname="lz4", clevel=5, shuffle=numcodecs.Blosc.NOSHUFFLE),
     "disk": dict(cname="zstd", clevel=5, shuffle=numcodecs.Blosc.BITSHUFFLE),
@@ -58,7 +59,7 @@ def read_array(array, dtype=None) -> np.ndarray:
     A cast must keep every value. Raises DataError when a chunk is missing (zarr itself would return zeros) or unreadable.
     """
     if isinstance(array, zarr.Array):
-        _check_chunks_present(array)
+        _check_chunks(array)
     result = np.empty(array.shape, dtype or array.dtype)
     for rows in _blocks(array):
         block = _read(array, rows)
@@ -74,7 +75,15 @@ class ReplayBuffer:
 
     def __init__(self, root):
         self.root = root
-        where = _where(root)
+        try:
+            self._check()
+        except DataError:
+            raise
+        except (ValueError, KeyError, TypeError, OSError) as error:  # what zarr raises for a damaged .zarray or zarr.json
+            raise DataError(f"{_where(root)}: the metadata of an array or group in it cannot be read: {error}.") from error
+
+    def _check(self):
+        root, where = self.root, _where(self.root)
         for name in ("data", "meta"):
             if name not in root:
                 raise DataError(f"{where} has no group {name!r}: it is not a replay buffer, or its metadata is missing.")
@@ -291,7 +300,7 @@ class ReplayBuffer:
             if self.backend == "numpy":
                 self.data[key] = np.concatenate([self.data[key], value]) if key in self.data else value.copy()
             elif key in self.data:
-                array = self.data[key]
+                array = self.data[key].with_config(WRITE_CONFIG)
                 array.resize((stop, *array.shape[1:]))
                 array[start:stop] = value
             else:
@@ -342,7 +351,7 @@ class ReplayBuffer:
         if self.backend == "numpy":
             self.meta["episode_ends"] = ends
             return
-        array = self.meta["episode_ends"]
+        array = self.meta["episode_ends"].with_config(WRITE_CONFIG)
         array.resize(ends.shape)
         array[:] = ends
         if array.chunks[0] < len(ends):  # room to grow, so that this stays one small file and is rarely rewritten
@@ -387,7 +396,7 @@ def _writable_root(store, overwrite=False) -> zarr.Group:
     if not overwrite:
         try:
             root = zarr.open_group(store, mode="r+")
-        except zarr.errors.GroupNotFoundError:
+        except FileNotFoundError:  # also what zarr raises when there is a folder but no group in it
             pass
         else:
             if root.metadata.zarr_format != 2:
@@ -399,12 +408,11 @@ def _writable_root(store, overwrite=False) -> zarr.Group:
 def _write_array(group: zarr.Group, name: str, values, chunks, compressor) -> zarr.Array:
     """Write a numpy or zarr array as group[name], in place of what is there."""
     check_chunks_compatible(chunks, values.shape)
-    # Chunks that hold only zeros are written too: a missing one then always means that data was lost.
     array = group.create_array(
         name, shape=values.shape, dtype=values.dtype, chunks=tuple(chunks), compressors=compressor,
-        overwrite=name in group, config={"write_empty_chunks": True})
+        overwrite=name in group, config=WRITE_CONFIG)
     if isinstance(values, zarr.Array):
-        _check_chunks_present(values)
+        _check_chunks(values)
     for rows in _blocks(values, *chunks[:1]):  # whole chunks at a time: a zip cannot rewrite one
         array[rows] = _read(values, rows)
     return array
@@ -419,12 +427,20 @@ def _read(array, rows) -> np.ndarray:
         raise DataError(f"{_where(array)} cannot be read, a chunk of it is damaged or cut short: {error}.") from error
 
 
-def _check_chunks_present(array: zarr.Array):
+def _check_chunks(array: zarr.Array):
+    """Raise for what zarr and its codecs pass over: a chunk that is missing, and one of Blosc that was cut short."""
     missing = array.nchunks - array.nchunks_initialized
     if missing > 0:
         raise DataError(
             f"{_where(array)}: {missing} of {array.nchunks} chunks are missing, most likely from an incomplete download or copy. "
             f"(A writer that leaves out chunks of zeros, as zarr 3 does by default, must be told write_empty_chunks=True.)")
+    if isinstance(array.store, LocalStore) and isinstance(_compressor_of(array), numcodecs.Blosc):
+        for chunk in (array.store.root / array.path).glob("[0-9]*"):
+            with open(chunk, "rb") as file:
+                header = file.read(16)
+            size = int.from_bytes(header[12:], "little")  # a Blosc header ends with the size of the whole
+            if len(header) < 16 or chunk.stat().st_size < size:
+                raise DataError(f"{_where(array)} cannot be read, its chunk {chunk.name} is cut short.")
 
 
 def _blocks(array, multiple_of: int = 1):

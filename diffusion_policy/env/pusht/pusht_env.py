@@ -152,7 +152,7 @@ class PushTEnv(gym.Env):
         if len(state) != 5 or not all(map(math.isfinite, state)):
             raise ValueError(f"a PushT state is 5 finite numbers (agent xy, block xy, angle), got {state}")
         self.agent.position = state[:2]
-        if not self.legacy:
+        if self.legacy:
             self.block.position = state[2:4]
             self.block.angle = state[4]
         else:

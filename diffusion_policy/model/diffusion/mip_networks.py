@@ -43,7 +43,7 @@ class TwoTimeEmbedding(nn.Module):
     def forward(self, times: torch.Tensor) -> torch.Tensor:
         """times: (B, 2) = (s, t) -> (B, dim)."""
         angles = times[..., None] * self.frequencies  # (B, 2, dim / 4)
-        return torch.cat([angles.sin(), angles.cos()], dim=-1).flatten(1)
+        return torch.cat([angles.cos(), angles.sin()], dim=-1).flatten(1)
 
 
 def stack_times(timestep, start_time, sample: torch.Tensor) -> torch.Tensor:
