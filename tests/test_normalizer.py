@@ -181,7 +181,8 @@ def test_dict_helpers():
 def test_replace_submodules_keeps_aliases_one_module():
     norm = torch.nn.BatchNorm2d(4)
     root = torch.nn.Sequential(torch.nn.Sequential(norm, torch.nn.ReLU()), norm)
-    result = replace_submodules(root, lambda m: isinstance(m, torch.nn.BatchNorm2d), lambda m: torch.nn.GroupNorm(2, m.num_features))
+    result = replace_submodules(root, lambda m: isinstance(m, torch.nn.BatchNorm2d),
+                                lambda m: torch.nn.GroupNorm(2, m.num_features))
     assert result is root and isinstance(root[1], torch.nn.GroupNorm) and root[0][0] is root[1]
     assert isinstance(replace_submodules(norm, lambda m: True, lambda m: torch.nn.Identity()), torch.nn.Identity)
 

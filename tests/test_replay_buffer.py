@@ -175,6 +175,17 @@ def test_saving_over_an_older_buffer(tmp_path):
     assert ReplayBuffer.create_from_path(tmp_path / "b.zarr", mode="a").n_episodes == 0
 
 
+def test_nothing_is_lost_by_saving_a_buffer_over_itself(tmp_path, monkeypatch):
+    filled().save_to_path(tmp_path / "b.zarr")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="over itself"):
+        ReplayBuffer.create_from_path(tmp_path / "b.zarr").save_to_path("./b.zarr")
+    assert_equal(filled(), ReplayBuffer.copy_from_path("b.zarr"))
+    filled().save_to_path("b.zarr.zip")
+    with pytest.raises(DataError, match="already there"):
+        filled().save_to_path("b.zarr.zip", if_exists="raise")
+
+
 @pytest.mark.parametrize("bad, words", [
     ({"action": np.zeros((3, 2)), "img": np.zeros((4, 3, 3))}, "same length"),
     ({"action": np.zeros((0, 2)), "img": np.zeros((0, 3, 3))}, "at least 1"),
@@ -200,7 +211,8 @@ def good(tmp_path_factory):
 
 
 def rewrite(path, name, values):
-    zarr.open_group(path, mode="r+").create_array(name, data=np.asarray(values), overwrite=True, config={"write_empty_chunks": True})
+    root = zarr.open_group(path, mode="r+")
+    root.create_array(name, data=np.asarray(values), overwrite=True, config={"write_empty_chunks": True})
 
 
 def cut(path):

@@ -172,6 +172,8 @@ class ReplayBuffer:
         path = os.path.expanduser(zarr_path)
         if not path.endswith(".zip"):
             return self.save_to_store(path, chunks, compressors, if_exists)
+        if if_exists != "replace" and os.path.exists(path):
+            raise DataError(f"{path} is already there, and a .zip is only replaced as a whole.")
         with ZipStore(path + ".tmp", mode="w") as store:  # a zip is only readable once it is closed
             self.save_to_store(store, chunks, compressors)
         os.replace(path + ".tmp", path)
@@ -182,6 +184,8 @@ class ReplayBuffer:
         if if_exists not in ("replace", "skip", "raise"):
             raise ValueError(f"if_exists={if_exists!r}: use 'replace', 'skip' or 'raise'")
         root = _writable_root(store)
+        if self.backend == "zarr" and os.path.realpath(_where(root)) == os.path.realpath(_where(self.root)):
+            raise DataError(f"{_where(root)} cannot be written over itself: it would be emptied before it is read.")
         for name, source, names in (("meta", self.meta, _array_keys(self.meta)), ("data", self.data, keys)):
             # replaced as a whole: arrays left from before could have another number of steps
             group = root.create_group(name, overwrite=True) if if_exists == "replace" and name in root else root.require_group(name)

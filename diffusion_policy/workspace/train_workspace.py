@@ -260,7 +260,7 @@ class TrainWorkspace(BaseWorkspace):
         if not finished:
             say(f"stopped at step {self.global_step} of {self.total_steps}; continue with\n"
                 f"    {_command()} training.resume=true hydra.run.dir={output}")
-            raise KeyboardInterrupt
+            sys.exit(130)
         last = self.scores[-LAST_EVALUATIONS:]
         summary = {
             "score": self.scores[-1] if self.scores else None,

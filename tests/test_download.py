@@ -1,0 +1,225 @@
+"""The download command, against a server on this machine."""
+import functools
+import hashlib
+import http.server
+import io
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import zipfile
+
+import numpy as np
+import pytest
+
+from diffusion_policy.common.replay_buffer import ReplayBuffer
+from diffusion_policy.scripts import download
+
+ZARR = "tiny/tiny.zarr"
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """Serves `files` with ranges; can break off after `cut_after` bytes, or ignore ranges."""
+    files, cut_after, ranges, seen = {}, None, True, []
+
+    def do_GET(self):
+        body = self.files.get(self.path)
+        if body is None:
+            return self.send_error(404)
+        start = re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        start = int(start[1]) if start and self.ranges else 0
+        self.seen.append(start)
+        if start and start >= len(body):
+            return self.send_error(416)
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(body) - start))
+        self.end_headers()
+        self.wfile.write(body[start:self.cut_after])
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+@pytest.fixture
+def server():
+    handler = type("Handler", (Server,), {"files": {}, "seen": []})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as httpd:
+        thread = threading.Thread(target=httpd.serve_forever)
+        thread.start()
+        handler.url = f"http://127.0.0.1:{httpd.server_port}/tiny.zip"
+        yield handler
+        httpd.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def archive(tmp_path, monkeypatch) -> bytes:
+    """A zip with a small replay buffer, known to the command as `tiny`."""
+    rng = np.random.default_rng(0)
+    buffer = ReplayBuffer.create_empty_numpy()
+    for n in (5, 8):
+        buffer.add_episode({key: rng.normal(size=(n, 40)).astype(np.float32) for key in ("action", "state")})
+    buffer.save_to_path(tmp_path / "made" / ZARR)
+    keys = ("action", "state")
+    monkeypatch.setitem(download.SOURCES, "tiny", download.Source(
+        url="http://127.0.0.1:9/unused", sha256=None, zarr=ZARR, episodes=2, steps=13, keys=keys,
+        content_sha256=download.content_sha256(buffer, keys)))
+    return zipped({str(path.relative_to(tmp_path / "made")): path.read_bytes()
+                   for path in (tmp_path / "made").rglob("*") if path.is_file()})
+
+
+def zipped(files: dict) -> bytes:
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as file:
+        for name, content in files.items():
+            file.writestr(name, content)
+    return data.getvalue()
+
+
+@pytest.fixture
+def run(server, tmp_path):
+    return functools.partial(call, server, tmp_path / "data")
+
+
+def call(server, output, *arguments):
+    return download.main(["tiny", "--output", str(output), "--url", server.url, *arguments])
+
+
+def left_in(tmp_path):
+    return sorted(os.listdir(tmp_path / "data"))
+
+
+def test_full_download(server, archive, run, tmp_path, capsys):
+    server.files["/tiny.zip"] = archive
+    digest = hashlib.sha256(archive).hexdigest()
+    assert run("--sha256", digest.upper()) == 0
+    assert digest in capsys.readouterr().out
+    assert left_in(tmp_path) == ["tiny"]
+    assert ReplayBuffer.copy_from_path(tmp_path / "data" / ZARR).n_episodes == 2
+
+    assert run() == 0 and server.seen == [0]  # there already: not fetched again
+    assert "already there" in capsys.readouterr().out
+    assert run("--force") == 0 and server.seen == [0, 0]
+    assert left_in(tmp_path) == ["tiny"]
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_resumes_after_a_cut(server, archive, run, tmp_path, capsys, ranges):
+    server.files["/tiny.zip"], server.cut_after, server.ranges = archive, 1000, ranges
+    assert run() == 1
+    assert f"cut after 1000 of {len(archive)} bytes" in capsys.readouterr().err
+    assert left_in(tmp_path) == ["tiny.zip.part"]
+    server.cut_after = None
+    assert run() == 0
+    assert server.seen == [0, 1000 if ranges else 0]
+    assert left_in(tmp_path) == ["tiny"]
+
+
+def test_a_whole_file_left_by_an_interruption_is_used(server, archive, run, tmp_path):
+    server.files["/tiny.zip"] = archive
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/tiny.zip.part").write_bytes(archive)
+    assert run() == 0
+    assert left_in(tmp_path) == ["tiny"]
+
+
+def test_wrong_checksum(server, archive, run, tmp_path, capsys):
+    server.files["/tiny.zip"] = archive
+    assert run("--sha256", "0" * 64) == 1
+    assert "expected 0000" in capsys.readouterr().err
+    assert left_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["../evil.txt", "tiny/../../evil.txt", "/tmp/evil-from-a-zip.txt"])
+def test_names_that_lead_out_are_refused(server, archive, run, tmp_path, capsys, name):
+    server.files["/tiny.zip"] = zipped({"tiny/readme": b"x", name: b"evil"})
+    assert run() == 1
+    assert "leads out of the folder" in capsys.readouterr().err
+    assert left_in(tmp_path) == [] and not list(tmp_path.rglob("evil*")) and not os.path.exists("/tmp/evil-from-a-zip.txt")
+
+
+def test_links_are_refused(server, archive, run, tmp_path, capsys):
+    link = zipfile.ZipInfo("tiny/link")
+    link.external_attr = 0o120777 << 16
+    server.files["/tiny.zip"] = zipped({link: "/etc/passwd"})
+    assert run() == 1
+    assert "leads out" in capsys.readouterr().err and left_in(tmp_path) == []
+
+
+def test_wrong_content(server, archive, run, tmp_path, capsys):
+    with zipfile.ZipFile(io.BytesIO(archive)) as file:
+        good = {name: file.read(name) for name in file.namelist()}
+    chunk = next(name for name in good if "data/action/0" in name)
+    for files, words in (
+            ({"tiny/readme": b"x"}, "is missing"),
+            ({name: content for name, content in good.items() if name != chunk}, "chunks are missing"),
+            ({**good, chunk: good[chunk.replace("action", "state")]}, "other numbers")):
+        server.files["/tiny.zip"] = zipped(files)
+        assert run() == 1
+        assert words in capsys.readouterr().err
+        assert left_in(tmp_path) == []
+    damaged = bytearray(archive)
+    damaged[len(archive) // 2] ^= 0xFF
+    for body in (bytes(damaged), archive[:500], b"<html>sorry</html>"):
+        server.files["/tiny.zip"] = body
+        assert run() == 1 and left_in(tmp_path) == []
+
+
+def test_a_failed_replacement_keeps_the_old(server, archive, run, tmp_path):
+    server.files["/tiny.zip"] = archive
+    assert run() == 0
+    server.files["/tiny.zip"] = archive[:500]
+    assert run("--force") == 1
+    assert run() == 0  # the old one is there and complete
+
+
+def test_a_damaged_dataset_is_not_taken_for_complete(server, archive, run, tmp_path, capsys):
+    server.files["/tiny.zip"] = archive
+    assert run() == 0
+    next((tmp_path / "data" / ZARR).glob("data/action/0*")).unlink()
+    assert run() == 1
+    assert "chunks are missing" in capsys.readouterr().err
+    assert run("--force") == 0 and run() == 0
+
+
+def test_not_found(server, run, archive, tmp_path, capsys):
+    assert run() == 1
+    assert "answers 404" in capsys.readouterr().err
+    assert left_in(tmp_path) == []
+
+
+def test_without_a_server(archive, tmp_path, capsys):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}/tiny.zip"
+        assert download.main(["tiny", "--output", str(tmp_path / "data"), "--url", url]) == 1
+    message = capsys.readouterr().err
+    assert "cannot be reached" in message and url in message and message.count("\n") == 1
+
+
+def test_a_silent_server_times_out(archive, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(download, "TIMEOUT_SECONDS", 0.2)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/tiny.zip"
+        assert download.main(["tiny", "--output", str(tmp_path), "--url", url]) == 1
+    assert "timed out" in capsys.readouterr().err
+
+
+def test_as_a_command(repo_root, tmp_path):
+    command = [sys.executable, "-m", "diffusion_policy.scripts.download", "pusht", "--output", str(tmp_path),
+               "--url", "http://127.0.0.1:9/pusht.zip"]
+    result = subprocess.run(command, cwd=repo_root, capture_output=True, text=True)
+    assert result.returncode == 1 and "cannot be reached" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_the_published_facts_hold_of_the_human_data(human_pusht):
+    download.verify(human_pusht, download.SOURCES["pusht"])
