@@ -3,12 +3,12 @@
 Both take the same random actions in the same process, in interleaved rounds, so that whatever else
 the machine does falls on both.
 """
-import json
 import statistics
 import time
 
 import numpy as np
 
+from benchmarks.common import row
 from diffusion_policy.env.pusht.pusht_env import PushTEnv
 
 ROUNDS = 7
@@ -37,12 +37,12 @@ def _steps_per_s(env, actions):
     return len(actions) / (time.perf_counter() - start)
 
 
-def run() -> dict:
-    """-> {'pusht_env': {'ours_steps_per_s', 'gym_pusht_steps_per_s', 'ratio'}}: medians of rounds."""
+def measure(rounds: int = ROUNDS, steps: int = STEPS) -> dict:
+    """-> {'ours_steps_per_s', 'gym_pusht_steps_per_s', 'ratio'}: medians of rounds; the last two if there is gym-pusht."""
     ours, theirs = PushTEnv(), _gym_pusht()
     ours_rates, theirs_rates = [], []
-    for seed in range(ROUNDS):
-        actions = np.random.default_rng(seed).uniform(50, 450, (STEPS, 2))
+    for seed in range(rounds):
+        actions = np.random.default_rng(seed).uniform(50, 450, (steps, 2))
         ours_rates.append(_steps_per_s(ours, actions))
         if theirs is not None:
             theirs_rates.append(_steps_per_s(theirs, actions))
@@ -51,9 +51,11 @@ def run() -> dict:
         ratios = [a / b for a, b in zip(ours_rates, theirs_rates)]
         result["gym_pusht_steps_per_s"] = round(statistics.median(theirs_rates), 1)
         result["ratio"] = round(statistics.median(ratios), 2)
-    print(json.dumps({"pusht_env": result}))
-    return {"pusht_env": result}
+    return result
 
 
-if __name__ == "__main__":
-    run()
+def run(quick: bool = False) -> list[dict]:
+    result = measure(rounds=3) if quick else measure()
+    theirs = result.get("gym_pusht_steps_per_s")
+    return [row("PushT state environment / gym-pusht, steps per second", result.get("ratio"), "x", ">= 1.5",
+                f"ours {result['ours_steps_per_s']:.0f} steps/s, gym-pusht {'not installed' if theirs is None else round(theirs)}")]

@@ -54,7 +54,7 @@ class IDPPolicy(GeneratorPolicy):
 
         t_star: float = 0.9
         lambda_prox: float | None = None        # null: (t*/(1-t*))^2
-        lambda_schedule: str = "constant"       # ramp: geometric growth from lambda_start to lambda_prox, see ramp_until
+        lambda_schedule: str = "constant"       # constant | ramp | balance, see current_lambda
         lambda_start: float = 1.0
         ramp_until: float = 0.8                 # share of training after which the ramp has reached lambda_prox
         loss_scale: float = 0.1
@@ -74,7 +74,7 @@ class IDPPolicy(GeneratorPolicy):
         m_clip: float | None = None
 
         def __post_init__(self):
-            check_choices({"lambda_schedule": self.lambda_schedule}, {"lambda_schedule": ("constant", "ramp")})
+            check_choices({"lambda_schedule": self.lambda_schedule}, {"lambda_schedule": ("constant", "ramp", "balance")})
             geometry.check_switches(**{name: getattr(self, name) for name in GEOMETRY})
             if not 0 < self.t_star < 1:
                 raise ValueError(f"t_star={self.t_star} must lie strictly between 0 and 1")
@@ -89,16 +89,22 @@ class IDPPolicy(GeneratorPolicy):
         o = self.options
         self.nfe = o.nfe
         self.lambda_prox = paper_lambda(o.t_star) if o.lambda_prox is None else float(o.lambda_prox)
-        self._last: tuple[Tensor, Tensor] | None = None
+        self._last: tuple[Tensor, Tensor] | None = None     # features and m of the last batch
+        self._share: float | Tensor = 0.0                   # weight of the probe in the last batch, in units of the paper's
         if o.reference in ("ema", "dataset"):
             # Zero until seen: the first batch (ema) or the normaliser's statistics (dataset) fill it.
             self.register_buffer("reference_variance", torch.zeros(self.generator.horizon, self.action_dim))
 
     # ------------------------------------------------------------------ training
     def current_lambda(self) -> float:
-        """lambda_prox now. ramp: lambda_start^(1-p) lambda_prox^p with p = progress / ramp_until, at most 1."""
+        """The weight of the probe now; `balance` may lower it further for a batch.
+
+        constant: lambda_prox. When steps are few, the gradient noise of a probe at 81 drowns the proposal; hence
+        ramp:     lambda_start^(1-p) lambda_prox^p with p = progress / ramp_until, at most 1;
+        balance:  min(lambda_prox, E(y) / E(z)), so that the probe never outweighs the proposal.
+        """
         o = self.options
-        if o.lambda_schedule == "constant" or self.lambda_prox == 0:
+        if o.lambda_schedule != "ramp" or self.lambda_prox == 0:
             return self.lambda_prox
         p = min(1.0, self.progress / o.ramp_until)
         return o.lambda_start ** (1 - p) * self.lambda_prox**p
@@ -126,7 +132,11 @@ class IDPPolicy(GeneratorPolicy):
         share = self.current_lambda() / paper_lambda(o.t_star)
         if share:
             z = self.generator(cond, actions + (1 - o.t_star) * torch.randn_like(actions), o.t_star)
-            loss = loss + share * potential((z - actions) / (1 - o.t_star), m if o.geometry_on_probe else None)
+            probe = potential((z - actions) / (1 - o.t_star), m if o.geometry_on_probe else None)
+            if o.lambda_schedule == "balance":
+                share = (loss.mean() / probe.mean().clamp(min=1e-12)).detach().clamp(max=share)
+            self._share = share
+            loss = loss + share * probe
         return o.loss_scale * loss.mean()
 
     @torch.no_grad()
@@ -146,7 +156,7 @@ class IDPPolicy(GeneratorPolicy):
 
     def metrics(self) -> dict[str, float]:
         """Size of the excess and of the neighbourhoods in the last batch."""
-        out = {"lambda_prox": self.current_lambda()}
+        out = {"lambda_prox": float(self._share) * paper_lambda(self.options.t_star)}
         if self._last is None:
             return out
         features, m = self._last

@@ -1,0 +1,38 @@
+# make setup   install everything into .venv
+# make train   train IDP on PushT with the small preset, evaluate it, show where everything is
+# make test    install and run the test suite
+# make bench   speed and memory, as ratios within one run; writes results/bench.json
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+CONFIG ?= train_idp_mlp_lowdim
+PRESET ?= cpu
+ARGS ?=
+# Waiting OpenMP threads that spin take the core another process needs.
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.PHONY: setup train test bench clean
+setup: $(VENV)/.installed
+
+# torch first and alone: a pinned version keeps pip from choosing another build for the packages after it.
+$(VENV)/.installed: requirements.txt pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "Python's venv module is missing; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+train: setup
+	$(PY) train.py --config-name=$(CONFIG) preset=$(PRESET) $(ARGS)
+
+test: setup
+	$(PY) -m pytest $(ARGS)
+
+bench: setup
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps gym-pusht==0.1.8
+	$(PY) -m benchmarks --output results/bench.json $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

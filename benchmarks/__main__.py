@@ -1,0 +1,87 @@
+"""Run the benchmarks, print a table and write it down.
+
+A missed target is said in the table; it is no error, because a busy machine can miss one. The targets are ratios, measured in
+interleaved rounds, so that they mean the same on another machine.
+"""
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import json
+import os
+import pathlib
+import platform
+import sys
+
+#: name on the command line: what it measures. The module is bench_<name>.py.
+BENCHMARKS = {
+    "geometry": "the conditional geometry: share of a training step, memory (18 GB of memory unless --quick)",
+    "step": "a training step of IDP and of Naive Drifting beside MIP's",
+    "data": "fetching a batch: share of a training step, gain over sample by sample",
+    "inference": "predict_action beside its bare network, Diffusion Policy beside IDP",
+    "env": "steps of the PushT environment beside gym-pusht's",
+}
+
+
+def machine() -> dict:
+    """Where and with what the numbers were measured."""
+    import torch
+
+    from diffusion_policy.common.checkpoint_io import versions
+
+    info = pathlib.Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return {
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), "cpu": cpu, "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(), "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
+        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None, "versions": versions(),
+    }
+
+
+def table(rows: list[dict]) -> str:
+    """The rows as text: what, value, target, met."""
+    cells = [("what", "value", "target", "met")]
+    for r in rows:
+        value = "not measured" if r["value"] is None else f"{r['value']:.3g} {r['unit']}".rstrip()
+        cells.append((r["name"], value, r["target"] or "", {True: "yes", False: "NO", None: ""}[r["met"]]))
+    widths = [max(len(line[i]) for line in cells) for i in range(4)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in cells]
+    lines.insert(1, "-" * (sum(widths) + 6))
+    return "\n".join(lines)
+
+
+def write(path: str | os.PathLike, rows: list[dict], about: dict) -> None:
+    """{command, date, cpu, ..., rows} as JSON, complete or not at all."""
+    from diffusion_policy.common.checkpoint_io import write_atomically
+
+    text = json.dumps({**about, "rows": rows}, indent=2) + "\n"
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def main(argv: list[str] | None = None) -> None:
+    listing = "\n".join(f"  {name:<10} {what}" for name, what in BENCHMARKS.items())
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=f"{__doc__}\nbenchmarks:\n{listing}",
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="name", help="which benchmarks to run; all without a name")
+    parser.add_argument("--quick", action="store_true", help="smaller batches and fewer rounds; the table says which")
+    parser.add_argument("--output", default="results/bench.json", help="where the JSON goes (default: %(default)s)")
+    arguments = parser.parse_args(argv)
+    unknown = [name for name in arguments.names if name not in BENCHMARKS]
+    if unknown:
+        parser.error(f"there is no benchmark {', '.join(unknown)}; there are: {', '.join(BENCHMARKS)}")
+
+    command = "python -m benchmarks " + " ".join(sys.argv[1:] if argv is None else argv)
+    about = {"command": command.strip(), "quick": arguments.quick, **machine()}
+    rows = []
+    for name in arguments.names or BENCHMARKS:
+        print(f"{name}: {BENCHMARKS[name]} ...", file=sys.stderr, flush=True)
+        rows += importlib.import_module(f"benchmarks.bench_{name}").run(arguments.quick)
+        write(arguments.output, rows, about)     # after each, so that an interrupted run keeps what it has
+    print(table(rows))
+    print(f"written to {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Clocks, a memory meter, rows of the result table, and the policies that are measured."""
+from __future__ import annotations
+
+import dataclasses
+import json
+import operator
+import os
+import pathlib
+import statistics
+import tempfile
+import time
+from typing import Any, Callable
+
+import hydra
+import torch
+from torch.profiler import ProfilerActivity, profile
+from tqdm import tqdm
+
+from diffusion_policy.common.config_util import config_dir, register_resolvers
+from diffusion_policy.model.common.normalizer import LinearNormalizer
+
+COMPARE = {"<=": operator.le, "<": operator.lt, ">=": operator.ge, ">": operator.gt}
+
+
+def row(name: str, value: float | None, unit: str = "", target: str | None = None, detail: str = "") -> dict[str, Any]:
+    """One measured number. `target` is like '<= 5', in the same unit; `met` is None where there is nothing to judge."""
+    met = None
+    if target is not None and value is not None:
+        sign, bound = target.split()
+        met = COMPARE[sign](value, float(bound))
+    return {"name": name, "value": value, "unit": unit, "target": target, "met": met, "detail": detail}
+
+
+# ---------------------------------------------------------------------- time
+@dataclasses.dataclass
+class Times:
+    """Seconds of each round: by the clock on the wall, and of processor time in this process, which other processes disturb less."""
+
+    wall: list[float] = dataclasses.field(default_factory=list)
+    cpu: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.wall)
+
+
+def interleaved(what: str, tasks: dict[str, Callable[[], Any]], rounds: int, repeats: dict[str, int] | None = None,
+                warmup: int = 1) -> dict[str, Times]:
+    """Time the tasks A, B, A, B, ... so that whatever else the machine does falls on all of them.
+
+    repeats: how often a task is called in each round; the round's time is the median call.
+    """
+    repeats = repeats or {}
+    times = {name: Times() for name in tasks}
+    for number in tqdm(range(-warmup, rounds), desc=what, leave=False, disable=None):
+        for name, task in tasks.items():
+            walls, cpus = [], []
+            for _ in range(repeats.get(name, 1)):
+                wall, cpu = time.perf_counter(), time.process_time()
+                task()
+                walls.append(time.perf_counter() - wall)
+                cpus.append(time.process_time() - cpu)
+            if number >= 0:
+                times[name].wall.append(statistics.median(walls))
+                times[name].cpu.append(statistics.median(cpus))
+    return times
+
+
+def ratio(a: Times, b: Times) -> float:
+    """Median over rounds of a / b."""
+    return statistics.median(x / y for x, y in zip(a.wall, b.wall))
+
+
+def cpu_ratio(a: Times, b: Times) -> float:
+    return statistics.median(x / y for x, y in zip(a.cpu, b.cpu))
+
+
+# ---------------------------------------------------------------------- memory
+def peak_bytes(task: Callable[[], Any]) -> int:
+    """The most memory that torch's CPU allocator held at one time for `task`, above what it held before.
+
+    From the profiler's log of every allocation and release, so buffers inside an operator count and in-place operators cost
+    nothing. Blocks that the task releases but did not allocate are not subtracted.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        task()
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "trace.json")
+        profiler.export_chrome_trace(path)
+        events = json.loads(pathlib.Path(path).read_text())["traceEvents"]
+    held = peak = 0
+    for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"]):
+        held += event["args"]["Bytes"]
+        peak = max(peak, held)
+    return peak
+
+
+def free_bytes() -> float:
+    """Memory that can be had without swapping; infinite where the system does not say."""
+    meminfo = pathlib.Path("/proc/meminfo")
+    if not meminfo.exists():
+        return float("inf")
+    return next(int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
+
+
+# ---------------------------------------------------------------------- policies
+def build(config: str, *overrides: str, obs_dim: int = 19, action_dim: int = 10, normalizer: LinearNormalizer | None = None):
+    """(policy, cfg) of a configuration at the paper's size. The sizes of observation and action default to a robot arm's."""
+    register_resolvers()
+    sizes = ("preset=paper", f"task.obs_dim={obs_dim}", f"task.action_dim={action_dim}")
+    with hydra.initialize_config_dir(str(config_dir()), version_base=None):
+        cfg = hydra.compose(config, [*sizes, *overrides])
+    policy = hydra.utils.instantiate(cfg.policy)
+    if normalizer is None:
+        normalizer = LinearNormalizer()
+        normalizer.fit(random_batch(64, policy))
+    policy.set_normalizer(normalizer)
+    return policy, cfg
+
+
+def random_batch(size: int, policy) -> dict[str, torch.Tensor]:
+    return {"obs": torch.randn(size, policy.horizon, policy.obs_dim), "action": torch.randn(size, policy.horizon, policy.action_dim)}
+
+
+class TrainingStep:
+    """Calling it is one optimisation step on `batch`: forward, backward, AdamW."""
+
+    def __init__(self, config: str, *overrides: str, batch: int | dict[str, torch.Tensor], **sizes: Any):
+        self.policy, cfg = build(config, *overrides, **sizes)
+        self.policy.train()
+        self.optimizer = hydra.utils.instantiate(cfg.optimizer, params=self.policy.parameters(), _convert_="all")
+        self.batch = random_batch(batch, self.policy) if isinstance(batch, int) else batch
+
+    def __call__(self) -> None:
+        self.step(self.batch)
+
+    def warm_up(self, size: int = 8) -> None:
+        """A step on few samples: the optimiser's state exists afterwards, and little time is lost."""
+        self.step({key: value[:size] for key, value in self.batch.items()})
+
+    def step(self, batch: dict[str, torch.Tensor]) -> None:
+        self.policy.compute_loss(batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)

@@ -1,0 +1,131 @@
+"""Every shipped configuration: composes, builds at full size, and trains, checkpoints and evaluates at the smallest."""
+import json
+
+import hydra
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from diffusion_policy.common import checkpoint_io
+from diffusion_policy.scripts import eval as eval_script
+from tests.util import ROOT, load_config, write_pusht
+
+CONFIGS = sorted(path.stem for path in (ROOT / "config").glob("train_*.yaml"))
+ABLATIONS = sorted(path.stem for path in (ROOT / "config/ablation").glob("*.yaml"))
+UPSTREAM = ["train_diffusion_transformer_lowdim_pusht_workspace", "train_diffusion_unet_lowdim_workspace"]
+NAMED = [*UPSTREAM, *(f"train_{objective}_{backbone}_lowdim" for objective in ("idp", "naive_drifting") for backbone in ("transformer", "unet", "mlp"))]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_pusht(tmp_path_factory.mktemp("data") / "pusht.zarr")
+
+
+def run(name, output, data, *overrides):
+    cfg = load_config(name, "preset=debug", f"task.dataset.zarr_path={data}", *overrides)
+    workspace = hydra.utils.get_class(cfg._target_)(cfg, output_dir=str(output))
+    return workspace, workspace.run()
+
+
+def test_the_promised_configurations_are_there():
+    assert set(NAMED) <= set(CONFIGS)
+    assert len(ABLATIONS) == 6      # the paper's five, and none
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_trains_checkpoints_and_evaluates(name, tmp_path, data):
+    workspace, summary = run(name, tmp_path / "run", data)
+    assert summary["steps"] == 8 and summary["evaluations"] == 2
+    lines = [json.loads(line) for line in (tmp_path / "run/logs.json.txt").read_text().splitlines()]
+    assert lines[-1]["global_step"] == 7 and "test/mean_score" in lines[-1] and "train_loss" in lines[-1]
+    for file in ("config.yaml", "summary.json", "learning_curve.png", "checkpoints/latest.ckpt"):
+        assert (tmp_path / "run" / file).stat().st_size > 0
+    assert summary["videos"]
+    # The saved policy acts like the one in memory.
+    payload = checkpoint_io.load(summary["checkpoint"])
+    policy = eval_script.load_policy(OmegaConf.create(payload["cfg"]), payload).eval()
+    obs = {"obs": torch.rand(2, 2, payload["cfg"]["task"]["obs_dim"]) * 400}
+    torch.manual_seed(0)
+    expected = workspace.policy.eval().predict_action(obs)["action"]
+    torch.manual_seed(0)
+    assert torch.equal(policy.predict_action(obs)["action"], expected)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("task", ["pusht_state", "pusht_lowdim"])
+def test_builds_at_full_and_at_small_size(name, task):
+    for preset in ("paper", "cpu"):
+        with torch.device("meta"):      # sizes without the memory
+            cfg = load_config(name, f"preset={preset}", f"task={task}")
+            policy = hydra.utils.instantiate(cfg.policy)
+        assert sum(p.numel() for p in policy.parameters()) > (5e6 if preset == "paper" else 1e4)
+
+
+@pytest.mark.parametrize("target", ["IDPPolicy", "NaiveDriftingPolicy"])
+@pytest.mark.parametrize("name", UPSTREAM)
+def test_swapping_only_the_policy_target_of_an_upstream_configuration_trains(name, target, tmp_path, data):
+    workspace, summary = run(name, tmp_path / "run", data, f"policy._target_=idp_workspace.policy.{target}")
+    assert type(workspace.model).__name__ == target and summary["steps"] == 8
+    assert type(workspace.model.model).__module__.startswith("diffusion_policy.model.diffusion.")
+
+
+@pytest.mark.parametrize("ablation", ABLATIONS)
+def test_every_ablation_trains(ablation, tmp_path, data):
+    workspace, _ = run("train_idp_mlp_lowdim", tmp_path / "run", data, f"ablation={ablation}", "task.env_runner.max_steps=8")
+    options = workspace.model.options
+    assert {"none": True, "without_terminal_eval": workspace.model.lambda_prox == 0, "uniform_neighbors": options.weights == "uniform",
+            "shuffled_neighbors": options.weights == "shuffled", "without_reference": options.reference == "none",
+            "absolute_excess": options.excess == "absolute"}[ablation]
+
+
+def test_the_paper_s_preset_has_the_paper_s_values():
+    cfg = load_config("train_idp_transformer_lowdim")
+    policy = hydra.utils.instantiate(cfg.policy)
+    assert policy.lambda_prox == pytest.approx(81) and policy.options.lambda_schedule == "constant"
+    assert (policy.options.tau, policy.options.granularity, policy.options.reference) == (1.0, "per_step", "batch")
+    assert cfg.training.steps_per_epoch * cfg.training.num_epochs == 300_000
+    assert (cfg.dataloader.batch_size, cfg.optimizer.lr, cfg.optimizer.weight_decay, cfg.ema.rate, cfg.training.grad_clip_norm) == (1024, 1e-4, 1e-5, 0.995, 10.0)
+    # MIP's network for PushT from state, less its unused scalar head, and its encoder.
+    assert sum(p.numel() for p in policy.model.parameters()) == 20_272_130
+    assert sum(p.numel() for p in policy.obs_encoder.parameters()) == 447_744
+
+
+@pytest.mark.parametrize("name", UPSTREAM)
+def test_upstream_configurations_have_upstream_s_values(name, golden):
+    reference = json.loads((golden / "resolved_configs.json").read_text())["workspaces"][name]
+    reference = reference.get("config", reference)
+
+    def flat(value, prefix=""):
+        if not isinstance(value, dict):
+            return {prefix: value}
+        return {k: v for key, child in value.items() for k, v in flat(child, f"{prefix}.{key}" if prefix else key).items()}
+
+    ours = flat(OmegaConf.to_container(load_config(name), resolve=True))
+    # What differs on purpose: where data, device and logs are, and no loader processes for data that is in memory.
+    allowed = ("logging.", "multi_run.", "training.device", "dataloader.num_workers", "val_dataloader.num_workers", "task.dataset.zarr_path")
+    different = {key: (value, ours.get(key)) for key, value in flat(reference).items() if ours.get(key) != value and not key.startswith(allowed)}
+    assert not different
+
+
+def test_layers_of_the_code(repo_root):
+    """The host knows nothing of the plugin; the plugin uses only what upstream also has at the same path."""
+    import ast
+
+    upstream = {
+        "diffusion_policy.model.common.normalizer": {"LinearNormalizer", "SingleFieldLinearNormalizer"},
+        "diffusion_policy.policy.base_lowdim_policy": {"BaseLowdimPolicy"},
+        "diffusion_policy.workspace.base_workspace": {"BaseWorkspace"},
+        "diffusion_policy.workspace.train_diffusion_unet_lowdim_workspace": {"TrainDiffusionUnetLowdimWorkspace"},
+        "diffusion_policy.common.pytorch_util": {"dict_apply"},
+    }
+    for path in (repo_root / "diffusion_policy").rglob("*.py"):
+        assert "idp_workspace" not in path.read_text(), f"{path} knows the plugin"
+    for path in (repo_root / "idp_workspace").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("diffusion_policy"):
+                names = {alias.name for alias in node.names}
+                assert names <= upstream.get(node.module, set()), f"{path} imports {names} from {node.module}, which upstream does not have"
+            elif isinstance(node, ast.Import):
+                assert not any(alias.name.startswith("diffusion_policy") for alias in node.names), path
+    # Third parties extend the namespace package.
+    assert not (repo_root / "diffusion_policy/__init__.py").exists()
