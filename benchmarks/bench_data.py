@@ -35,30 +35,49 @@ def demonstrations():
         yield path, f"{EPISODES} random episodes of {LENGTH} steps"
 
 
-def run(quick: bool = False) -> list[dict]:
-    batch = 64 if quick else 256
-    with demonstrations() as (path, source):
-        dataset = PushTStateDataset(path, horizon=16, pad_before=1, pad_after=7)
-    stream = BatchStream(dataset, batch, drop_last=True)
-    batches, indices = stream.batches(), stream.indices(0)
-    count = stream.batches_per_pass
+def pass_task(stream: BatchStream):
+    """A function that fetches all batches of a pass: a whole pass, so that its shuffling is part of the price."""
+    batches = stream.batches()
 
-    def fetch_pass():               # a whole pass, so that its shuffling is part of the price
-        for _ in itertools.islice(batches, count):
+    def fetch_pass():
+        for _ in itertools.islice(batches, stream.batches_per_pass):
             pass
+
+    return fetch_pass
+
+
+def _gain(dataset, batch: int, rounds: int, source: str) -> dict:
+    """Sample by sample / one gather, on the same order of indices."""
+    stream = BatchStream(dataset, batch, drop_last=True)
+    indices = stream.indices(0)
 
     def sample_by_sample():
         return default_collate([dataset[i] for i in next(indices).tolist()])
 
+    times = interleaved("data", {"pass": pass_task(stream), "samples": sample_by_sample}, rounds, repeats={"samples": 5})
+    count = stream.batches_per_pass
+    return row(f"batch fetch, gain over sample by sample, batch {batch}", ratio(times["samples"], times["pass"]) * count, "x", ">= 20",
+               f"fetch {1e3 * times['pass'].median / count:.3f} ms, sample by sample {1e3 * times['samples'].median:.2f} ms; {source}")
+
+
+def _share(dataset, batch: int, rounds: int, source: str) -> dict:
+    """Fetch / training step."""
+    stream = BatchStream(dataset, batch, drop_last=True)
     step = TrainingStep("train_idp_transformer_lowdim", batch=stream.batch(0), obs_dim=5, action_dim=2,
                         normalizer=dataset.get_normalizer())
     step.warm_up()
-    speed = interleaved("data", {"pass": fetch_pass, "samples": sample_by_sample}, rounds=5 if quick else 11, repeats={"samples": 5})
-    share = interleaved("data, training step", {"pass": fetch_pass, "step": step}, rounds=1 if quick else 3, warmup=0)
-    fetch = speed["pass"].median / count
+    fetch_pass = pass_task(stream)
+    fetch_pass()
+    times = interleaved("data, training step", {"pass": fetch_pass, "step": step}, rounds, warmup=0)
+    count = stream.batches_per_pass
+    return row(f"batch fetch, share of the IDP step, transformer, batch {batch}", 100 * ratio(times["pass"], times["step"]) / count, "%",
+               "<= 2", f"fetch {1e3 * times['pass'].median / count:.3f} ms, step {times['step'].median:.2f} s; {source}")
+
+
+def run(quick: bool = False) -> list[dict]:
+    with demonstrations() as (path, source):
+        dataset = PushTStateDataset(path, horizon=16, pad_before=1, pad_after=7)
     return [
-        row(f"batch fetch, share of the IDP step, transformer, batch {batch}", 100 * ratio(share["pass"], share["step"]) / count, "%",
-            "<= 2", f"fetch {1e3 * fetch:.3f} ms, step {share['step'].median:.2f} s; {source}"),
-        row(f"batch fetch, gain over sample by sample, batch {batch}", ratio(speed["samples"], speed["pass"]) * count, "x", ">= 20",
-            f"sample by sample {1e3 * speed['samples'].median:.2f} ms"),
+        _share(dataset, batch=64 if quick else 256, rounds=1 if quick else 3, source=source),
+        _gain(dataset, batch=256, rounds=5 if quick else 11, source=source),
     ]

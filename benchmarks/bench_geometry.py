@@ -9,6 +9,12 @@ FULL_BATCH, SMALL_BATCH = 1024, 256
 STEP_BYTES = 18e9       # a step of the transformer at FULL_BATCH holds about this much
 
 
+def geometry_task(batch: int):
+    """A function that computes the geometry of a random batch."""
+    features, actions = torch.randn(batch, FEATURES), torch.randn(batch, HORIZON, ACTION_DIM)
+    return lambda: geometry_excess(features, actions)
+
+
 def expected_peak(batch: int) -> float:
     """By counting, in (B, B) matrices: the similarities beside the normalised features, or the weights beside six (B, H D) arrays
     (a, Wa, Wa^2, and three temporaries of the variance)."""
@@ -19,22 +25,17 @@ def run(quick: bool = False) -> list[dict]:
     fits = free_bytes() > STEP_BYTES
     batch = FULL_BATCH if fits and not quick else SMALL_BATCH
     why = "" if batch == FULL_BATCH else " (--quick)" if quick else f" (batch {FULL_BATCH} needs {STEP_BYTES / 1e9:.0f} GB of memory)"
-    features, actions = torch.randn(batch, FEATURES), torch.randn(batch, HORIZON, ACTION_DIM)
-
-    def geometry():
-        return geometry_excess(features, actions)
-
+    geometry = geometry_task(batch)
     geometry()
     step = TrainingStep("train_idp_transformer_lowdim", batch=batch, action_dim=ACTION_DIM)
     step.warm_up()
     times = interleaved("geometry", {"geometry": geometry, "step": step}, rounds=1 if quick else 2, repeats={"geometry": 20}, warmup=0)
 
-    memory_batch = FULL_BATCH       # needs no training step, so it is always the full one
-    features, actions = torch.randn(memory_batch, FEATURES), torch.randn(memory_batch, HORIZON, ACTION_DIM)
-    matrices = peak_bytes(geometry) / (4 * memory_batch**2)
+    # This needs no training step, so the batch is always the full one.
+    matrices = peak_bytes(geometry_task(FULL_BATCH)) / (4 * FULL_BATCH**2)
     return [
         row(f"geometry, share of the IDP step, transformer, batch {batch}{why}", 100 * ratio(times["geometry"], times["step"]), "%",
             "<= 5", f"geometry {1e3 * times['geometry'].median:.1f} ms, step {times['step'].median:.2f} s"),
-        row(f"geometry, peak memory, batch {memory_batch}", matrices, "(B, B) matrices", "< 4",
-            f"counted by hand: {expected_peak(memory_batch):.2f}"),
+        row(f"geometry, peak memory, batch {FULL_BATCH}", matrices, "(B, B) matrices", "< 4",
+            f"counted by hand: {expected_peak(FULL_BATCH):.2f}"),
     ]

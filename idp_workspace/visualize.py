@@ -216,7 +216,7 @@ def compute(policy: torch.nn.Module, dataset: Any, windows: np.ndarray, step: in
 
     center = switches["center"]
     pairs = actions[..., list(dims)]
-    kappa = torch.stack([anisotropy(local_covariance(w, pairs[:, h], center), global_covariance(pairs[:, h])) for h in range(horizon)], dim=1)
+    kappa = torch.stack([anisotropy(local_covariance(w, a, center), global_covariance(a)) for a in pairs.unbind(dim=1)], dim=1)
     return Scene(
         windows=windows, points=points.numpy(), weights=w.numpy(), local=local_covariance(w, points, center).numpy(),
         centers=(points if center == "expert" else w @ points).numpy(), reference=global_covariance(points).numpy(),
@@ -350,7 +350,8 @@ def draw_distribution(scene: Scene, series: dict[str, tuple[list[int], list[floa
         positive = values[values > 0]
         axis.hist(positive.clip(max=bins[-1]), bins=bins, weights=np.full(len(positive), 1 / len(values)), histtype="step", linewidth=1.8,
                   color=colors[d % len(colors)], label=f"dimension {d} ({np.mean(values == 0):.0%} are zero)")
-    axis.set(xlabel="excess m, where positive (last bin: and above)", ylabel="share of samples", title=f"m over {batch} windows × {horizon} steps")
+    axis.set(xlabel="excess m, where positive (last bin: and above)", ylabel="share of samples",
+             title=f"m over {batch} windows × {horizon} steps")
     axis.legend(**many)
 
     axis = axes[0, 1]
@@ -380,7 +381,8 @@ def draw_distribution(scene: Scene, series: dict[str, tuple[list[int], list[floa
     return figure
 
 
-def _draw_training(axes: Any, series: dict[str, tuple[list[int], list[float]]], train_batch: int | None, checkpoint_step: int | None) -> None:
+def _draw_training(axes: Any, series: dict[str, tuple[list[int], list[float]]], train_batch: int | None,
+                   checkpoint_step: int | None) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
     size = f"training batches of {train_batch}" if train_batch else "training batches"
@@ -396,6 +398,7 @@ def _draw_training(axes: Any, series: dict[str, tuple[list[int], list[float]]], 
         if checkpoint_step:
             axis.axvline(checkpoint_step, color="0.4", linestyle=":", linewidth=1.3, label="this checkpoint")
         axis.set(xlabel="training step", ylabel=label, title=title)
+        axis.locator_params(axis="x", nbins=6)
         axis.legend(fontsize=9, loc="best" if len(names) == 1 else "center right")
     if all(min(series[name][1]) > 0 for name in plots[0][0] if name in series):
         axes[0].set_yscale("log")
@@ -424,7 +427,8 @@ def parser() -> argparse.ArgumentParser:
     which.add_argument("--n", type=int, default=4, help="how many observations to draw (default: %(default)s)")
     out.add_argument("--step", type=int, help="step of the action chunk that is drawn (default: the first that is executed)")
     out.add_argument("--dims", type=integers, default=[0, 1], metavar="X,Y", help="the two action dimensions that are drawn (default: 0,1)")
-    out.add_argument("--batch", type=int, default=1024, help="how many windows are compared with each other; all, if the dataset has fewer (default: %(default)s)")
+    out.add_argument("--batch", type=int, default=1024,
+                     help="how many windows are compared with each other; all, if the dataset has fewer (default: %(default)s)")
     out.add_argument("--seed", type=int, default=0, help="chooses the windows of the batch (default: %(default)s)")
     out.add_argument("-d", "--device", default="auto", help="where the encoder runs: auto (default), cpu, cuda, cuda:1, mps")
     out.add_argument("--trust-checkpoint", action="store_true", help="open a pickled checkpoint, which runs code from the file")
@@ -463,7 +467,7 @@ def visualize(options: argparse.Namespace, command: str = "") -> dict[str, Any]:
     step, cfg = getattr(workspace, "global_step", None), workspace.cfg
     series = read_log(run / "logs.json.txt")
     weighted = bool(getattr(policy.options, "geometry", False))     # whether m was part of this policy's loss
-    about = f"{cfg.task.get('name', 'task')}, {type(policy).__name__} at training step {step}" + ("" if weighted else " (trained without m)")
+    about = f"{cfg.task.get('name', 'task')}, {type(policy).__name__} at training step {step}{'' if weighted else ' (trained without m)'}"
     report = {
         "checkpoint": str(checkpoint), "policy": type(policy).__name__, "geometry_in_loss": weighted, "global_step": step,
         "seed": options.seed, "device": str(device), **numbers(scene, chosen),
@@ -472,7 +476,8 @@ def visualize(options: argparse.Namespace, command: str = "") -> dict[str, Any]:
     }
     pictures = {
         "geometry.png": draw_geometry(scene, chosen, f"Observation-conditioned expert geometry: {about}, chunk step {scene.step}"),
-        "m_distribution.png": draw_distribution(scene, series, cfg.get("dataloader", {}).get("batch_size"), step, f"Local geometry excess: {about}"),
+        "m_distribution.png": draw_distribution(scene, series, cfg.get("dataloader", {}).get("batch_size"), step,
+                                                f"Local geometry excess: {about}"),
     }
     output.mkdir(parents=True, exist_ok=True)
     for name, figure in pictures.items():

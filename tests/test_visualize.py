@@ -57,7 +57,8 @@ def test_kappa_of_known_matrices():
     torch.testing.assert_close(visualize.anisotropy(local, eye, eps=0.0), torch.tensor([3.0, 2.0], dtype=torch.float64))
     # Against diag(9, 1) the first one is round, and a round one is three times as long across.
     reference = torch.diag(torch.tensor([9.0, 1.0]))
-    torch.testing.assert_close(visualize.anisotropy(torch.stack([reference, eye]), reference, eps=0.0), torch.tensor([1.0, 3.0], dtype=torch.float64))
+    kappa = visualize.anisotropy(torch.stack([reference, eye]), reference, eps=0.0)
+    torch.testing.assert_close(kappa, torch.tensor([1.0, 3.0], dtype=torch.float64))
 
 
 def test_kappa_does_not_depend_on_the_units():
@@ -193,8 +194,8 @@ def test_from_a_training_run_to_pictures(run, repo_root, capsys):
 
 
 def test_observations_by_window(run, tmp_path):
-    visualize.main(["-c", str(run / "checkpoints/latest.ckpt"), "-o", str(tmp_path / "a"), "--observations", "5,40", "--batch", "32", "--step", "4",
-                    "--dims", "1,0"])
+    visualize.main(["-c", str(run / "checkpoints/latest.ckpt"), "-o", str(tmp_path / "a"), "--observations", "5,40", "--batch", "32",
+                    "--step", "4", "--dims", "1,0"])
     report = check_pictures(tmp_path / "a")
     assert [view["window"] for view in report["observations"]] == [5, 40] and report["step"] == 4 and report["dims"] == [1, 0]
 
@@ -239,6 +240,9 @@ def test_switches_of_the_policy_are_those_drawn(data, repo_root, tmp_path):
     torch.manual_seed(3)
     m = policy.excess(policy.generator.encode(normalised["obs"]), normalised["action"][:, 1:9])
     np.testing.assert_allclose(scene.m, torch.diagonal(m, dim1=-2, dim2=-1).numpy(), rtol=1e-5)
+    torch.manual_seed(3)
+    w = geometry.neighbor_weights(policy.generator.embedding(policy.generator.encode(normalised["obs"])), weights="shuffled")
+    np.testing.assert_allclose(scene.weights, w.numpy(), rtol=1e-5)
     np.testing.assert_allclose(scene.points, rows["action"][:, 1].numpy())
     np.testing.assert_allclose(scene.centers, scene.weights @ scene.points, rtol=1e-4)
 
