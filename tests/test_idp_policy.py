@@ -296,6 +296,17 @@ def test_time_enters_raw():
     assert seen == [[0.0], [pytest.approx(0.9)]]
 
 
+def test_linear_skip():
+    """f = t a + (1 - t) g: nothing at t = 0, the identity at t = 1; a backbone that is 0 errs by 0.1 a* - 0.09 eps near the expert."""
+    policy = stub_policy(lambda x, t: 0 * x + 0.25, skip="linear")
+    cond, action = batch()["obs"][:, :TO], batch()["action"]
+    assert torch.equal(policy.generator(cond, action, 0.0), torch.full_like(action, 0.25))
+    assert torch.equal(policy.generator(cond, action, 1.0), action)
+    torch.testing.assert_close(policy.generator(cond, action, 0.9), 0.9 * action + 0.025)
+    with pytest.raises(ValueError, match="none, linear"):
+        stub_policy(lambda x, t: x, skip="quadratic")
+
+
 def test_a_deep_copy_is_independent():
     """The averaged policy is a deep copy; its generator must use its own network."""
     policy = make()

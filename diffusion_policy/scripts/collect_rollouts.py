@@ -1,0 +1,133 @@
+"""Make PushT demonstrations from policies: roll checkpoints out on fresh seeds and keep the episodes that succeed.
+
+    python -m diffusion_policy.scripts.collect_rollouts --checkpoint A.ckpt --checkpoint B.ckpt --episodes 200 --output data/demos/x.zarr
+
+The result is a replay buffer like the public human one (data/state, data/keypoint, data/action; meta/episode_ends) whose
+attributes say that it holds policy rollouts, of which policies, from which seeds, and how many attempts failed.
+"""
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+import zarr
+from omegaconf import OmegaConf
+from tqdm import tqdm
+
+from diffusion_policy.common import checkpoint_io
+from diffusion_policy.common.config_util import resolve_device
+from diffusion_policy.common.errors import ConfigError, UserError
+from diffusion_policy.common.random_state import seed_everything
+from diffusion_policy.common.replay_buffer import ReplayBuffer
+from diffusion_policy.env.pusht.pusht_env import WINDOW
+from diffusion_policy.env.pusht.pusht_keypoints_env import PushTKeypointsEnv
+from diffusion_policy.scripts.eval import load_policy
+
+FIRST_SEED = 200000     # apart from the demonstrators' (0..205) and from the held-out ones (100000 on)
+
+
+class Episode:
+    """One attempt: the environment, what was seen and done in it, and the last observations for the policy."""
+
+    def __init__(self, seed: int, policy: torch.nn.Module):
+        self.seed, self.policy = seed, policy
+        self.env = PushTKeypointsEnv()
+        self.record: dict[str, list[np.ndarray]] = {"state": [], "keypoint": [], "action": []}
+        self.done = self.success = False
+        self._observe(*self.env.reset(seed=seed))
+        self.history = deque([self.observation] * policy.n_obs_steps, maxlen=policy.n_obs_steps)
+
+    def _observe(self, obs: np.ndarray, info: dict[str, Any]) -> None:
+        self.keypoint, agent = obs[:18].reshape(9, 2), obs[18:20]
+        x, y, angle = info["block_pose"]
+        self.state = np.array([*agent, x, y, angle % (2 * np.pi)])
+        self.observation = self.state if self.policy.obs_dim == 5 else obs[:20]
+
+    def act(self, actions: np.ndarray, max_steps: int) -> None:
+        """Execute actions (Ta, 2), recording each with the state it was taken in."""
+        for action in np.clip(actions, 0, WINDOW):
+            for key, value in (("state", self.state), ("keypoint", self.keypoint), ("action", action)):
+                self.record[key].append(value.astype(np.float32))
+            obs, _, self.success, _, info = self.env.step(action)
+            self._observe(obs, info)
+            self.history.append(self.observation)
+            self.done = self.success or len(self.record["action"]) >= max_steps
+            if self.done:
+                return
+
+
+@torch.no_grad()
+def collect(policies: list[torch.nn.Module], n_episodes: int, first_seed: int, max_steps: int, device: torch.device, parallel: int = 50) -> tuple[list[Episode], int]:
+    """The first n_episodes successful episodes in the order of their seeds, and the number of attempts; policies take turns."""
+    successes: list[Episode] = []
+    attempts = 0
+    with tqdm(total=n_episodes, desc="demonstrations", unit="episode", disable=None) as bar:
+        while len(successes) < n_episodes:
+            episodes = [Episode(first_seed + attempts + i, policies[(attempts + i) % len(policies)]) for i in range(parallel)]
+            while any(not episode.done for episode in episodes):
+                for policy in policies:
+                    active = [episode for episode in episodes if episode.policy is policy and not episode.done]
+                    if not active:
+                        continue
+                    obs = torch.from_numpy(np.stack([np.stack(episode.history) for episode in active])).float().to(device)
+                    for episode, actions in zip(active, policy.predict_action({"obs": obs})["action"].cpu().numpy()):
+                        episode.act(actions, max_steps)
+            attempts += parallel
+            successes += [episode for episode in episodes if episode.success]
+            bar.update(min(len(successes), n_episodes) - bar.n)
+            if attempts >= 20 * n_episodes and not successes:
+                raise ConfigError(f"none of {attempts} attempts succeeded: train the policies further first")
+    return successes[:n_episodes], attempts
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Make PushT demonstrations from policies.")
+    parser.add_argument("-c", "--checkpoint", action="append", required=True, help="a checkpoint of a PushT policy; give several for variety")
+    parser.add_argument("-o", "--output", required=True, help="the zarr folder to write")
+    parser.add_argument("-n", "--episodes", type=int, default=200, help="successful episodes to keep (default 200)")
+    parser.add_argument("--first_seed", type=int, default=FIRST_SEED, help=f"seed of the first attempt (default {FIRST_SEED})")
+    parser.add_argument("--max_steps", type=int, default=300, help="an attempt that has not succeeded by then has failed (default 300)")
+    parser.add_argument("--trained_on", default="the public human PushT demonstrations", help="what the policies learned from, for the attributes")
+    parser.add_argument("-d", "--device", default="auto")
+    options = parser.parse_args(arguments)
+    try:
+        write(options)
+    except (UserError, ValueError) as error:
+        sys.exit(f"error: {error}")
+
+
+def write(options: argparse.Namespace) -> None:
+    output = pathlib.Path(options.output)
+    if output.exists():
+        raise ConfigError(f"{output} exists already; choose another --output")
+    device = resolve_device(options.device)
+    policies, descriptions = [], []
+    for path in options.checkpoint:
+        payload = checkpoint_io.load(path)
+        cfg = OmegaConf.create(payload["cfg"])
+        policy = load_policy(cfg, payload).to(device).eval()
+        if policy.obs_dim not in (5, 20):
+            raise ConfigError(f"{path} observes {policy.obs_dim} numbers; PushT's state has 5, its keypoints and agent 20")
+        policies.append(policy)
+        descriptions.append({"config": cfg.name, "policy": cfg.policy._target_, "seed": cfg.training.seed, "steps": payload["attributes"]["global_step"]})
+    seed_everything(0)
+    episodes, attempts = collect(policies, options.episodes, options.first_seed, options.max_steps, device)
+    buffer = ReplayBuffer.create_empty_numpy()
+    for episode in episodes:
+        buffer.add_episode({key: np.stack(values) for key, values in episode.record.items()})
+    buffer.save_to_path(str(output), chunks={key: buffer[key].shape for key in buffer.keys()}, compressors="disk")
+    zarr.open_group(str(output), mode="r+").attrs.update({
+        "description": "Successful PushT episodes of trained policies (rollouts), not human demonstrations.",
+        "policies": descriptions, "policies_trained_on": options.trained_on, "episode_seeds": [episode.seed for episode in episodes],
+        "attempts": attempts, "max_steps": options.max_steps, "versions": checkpoint_io.versions(),
+    })
+    print(f"{len(episodes)} successful episodes of {attempts} attempts, {buffer.n_steps} steps, in {output}")
+
+
+if __name__ == "__main__":
+    main()
