@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from idp_workspace.options import check_choices, unknown_argument
+from idp_workspace.options import unknown_argument
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,6 @@ class Generator:
     obs_dim: int
     action_dim: int
     n_obs_steps: int
-    skip: str
 
     def encode(self, obs: Tensor) -> Tensor:
         """Condition from normalised observations (B, >=To, Do).
@@ -66,18 +65,11 @@ class Generator:
             return cond.detach().flatten(1)
 
     def __call__(self, cond: Tensor, action: Tensor, t: float | Tensor) -> Tensor:
-        """f(o, action (B, H, D), t) -> (B, H, D). Time is raw, in [0, 1], one number or one per sample.
-
-        skip 'none':   f = g, the backbone itself
-        skip 'linear': f = t a + (1 - t) g. At t = 0 nothing changes. Near t = 1 the input is already close to the answer; without a
-                       skip the backbone must first learn to copy it to within the noise, and with the probe's weight of 81 does
-                       little else for thousands of steps. With it, that weight becomes 1 : 1 on the backbone's own output.
-        """
+        """f(o, action (B, H, D), t) -> (B, H, D). Time is raw, in [0, 1], one number or one per sample."""
         time = torch.as_tensor(t, dtype=action.dtype, device=action.device).expand(len(action))
         if self.conditioning == "obs_as_global_cond":
             cond = cond.flatten(1)
-        out = self.model(action, time, **{CONDITIONING[self.conditioning]: cond})
-        return torch.lerp(out, action, time[:, None, None]) if self.skip == "linear" else out
+        return self.model(action, time, **{CONDITIONING[self.conditioning]: cond})
 
     def check_observation(self, obs: Any) -> None:
         """Raise ValueError unless obs is a float tensor (B, >=To, Do)."""
@@ -126,21 +118,18 @@ def build_generator(
     obs_as_local_cond: bool | None = None,
     pred_action_steps_only: bool = False,
     oa_step_convention: bool = True,
-    skip: str = "none",
     known_options: tuple[str, ...] = (),
     **rest: Any,
 ) -> Generator:
     """A generator from the arguments of upstream's low-dimensional policy constructors, plus `obs_encoder`.
 
-    `skip` parametrises f, see Generator.__call__. Arguments that configure a denoising sampler are accepted, so that a config can be reused, and said once in the log.
+    Arguments that configure a denoising sampler are accepted, so that a config can be reused, and said once in the log.
     `oa_step_convention: false` starts the executed actions one step later, as upstream's UNet policy does.
     """
     sizes = {"model": model, "horizon": horizon, "obs_dim": obs_dim, "action_dim": action_dim, "n_obs_steps": n_obs_steps,
              "n_action_steps": n_action_steps}
     flags = {"obs_as_cond": obs_as_cond, "obs_as_global_cond": obs_as_global_cond, "obs_as_local_cond": obs_as_local_cond}
-    known = {*sizes, *flags, *WITHOUT_MEANING, *known_options, "obs_encoder", "pred_action_steps_only", "oa_step_convention",
-             "skip"}
-    check_choices({"skip": skip}, {"skip": ("none", "linear")})
+    known = {*sizes, *flags, *WITHOUT_MEANING, *known_options, "obs_encoder", "pred_action_steps_only", "oa_step_convention"}
     for name in rest:
         if name not in WITHOUT_MEANING:
             raise unknown_argument(name, known, owner)
@@ -163,7 +152,6 @@ def build_generator(
     generator = Generator(
         model=model, obs_encoder=obs_encoder, conditioning=chosen[0], horizon=n_action_steps if pred_action_steps_only else horizon,
         window=horizon, start=start if pred_action_steps_only else 0, obs_dim=obs_dim, action_dim=action_dim, n_obs_steps=n_obs_steps,
-        skip=skip,
     )
     generator.check_sizes()
     return generator

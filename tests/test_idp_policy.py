@@ -203,12 +203,12 @@ def test_probe_can_be_left_isotropic():
 
 
 def test_lambda_schedule_grows_to_the_paper_s_value():
-    policy = make(lambda_schedule="ramp")
+    policy = make(lambda_schedule="ramp", ramp_from=0.4, ramp_until=0.8)
     seen = []
-    for progress in (0.0, 0.4, 0.8, 1.0):
+    for progress in (0.0, 0.4, 0.6, 0.8, 1.0):
         policy.set_progress(progress)
         seen.append(policy.current_lambda())
-    assert seen == pytest.approx([1.0, 9.0, 81.0, 81.0])
+    assert seen == pytest.approx([1.0, 1.0, 9.0, 81.0, 81.0])
     assert make().current_lambda() == pytest.approx(81.0)
     assert make(lambda_prox=5.0).current_lambda() == 5.0
 
@@ -296,17 +296,6 @@ def test_time_enters_raw():
     assert seen == [[0.0], [pytest.approx(0.9)]]
 
 
-def test_linear_skip():
-    """f = t a + (1 - t) g: nothing at t = 0, the identity at t = 1; a backbone that is 0 errs by 0.1 a* - 0.09 eps near the expert."""
-    policy = stub_policy(lambda x, t: 0 * x + 0.25, skip="linear")
-    cond, action = batch()["obs"][:, :TO], batch()["action"]
-    assert torch.equal(policy.generator(cond, action, 0.0), torch.full_like(action, 0.25))
-    assert torch.equal(policy.generator(cond, action, 1.0), action)
-    torch.testing.assert_close(policy.generator(cond, action, 0.9), 0.9 * action + 0.025)
-    with pytest.raises(ValueError, match="none, linear"):
-        stub_policy(lambda x, t: x, skip="quadratic")
-
-
 def test_a_deep_copy_is_independent():
     """The averaged policy is a deep copy; its generator must use its own network."""
     policy = make()
@@ -362,6 +351,7 @@ def test_arguments_of_a_denoiser_are_accepted_and_said_once(caplog):
     ({"granularity": "chunk"}, "per_step, flat, dim"),
     ({"lambda_schedule": "rampp"}, "constant, ramp"),
     ({"t_star": 1.0}, "t_star"),
+    ({"ramp_from": 0.9, "ramp_until": 0.5}, "ramp_from"),
     ({"nfe": 3}, "nfe=3"),
     ({"obs_as_global_cond": True}, "exactly one"),
     ({"obs_as_cond": False}, "exactly one"),

@@ -55,8 +55,9 @@ class IDPPolicy(GeneratorPolicy):
         t_star: float = 0.9
         lambda_prox: float | None = None        # null: (t*/(1-t*))^2
         lambda_schedule: str = "constant"       # constant | ramp | balance, see current_lambda
-        lambda_start: float = 1.0
-        ramp_until: float = 0.8                 # share of training after which the ramp has reached lambda_prox
+        lambda_start: float = 1.0               # of a ramp, which stays there until ramp_from and reaches lambda_prox at
+        ramp_from: float = 0.5                  # ramp_until, both as shares of the training
+        ramp_until: float = 0.95
         loss_scale: float = 0.1
         nfe: int = 1
         geometry: bool = True                   # false: m = 0
@@ -80,8 +81,9 @@ class IDPPolicy(GeneratorPolicy):
                 raise ValueError(f"t_star={self.t_star} must lie strictly between 0 and 1")
             if self.lambda_prox is not None and self.lambda_prox < 0:
                 raise ValueError(f"lambda_prox={self.lambda_prox} must not be negative")
-            if self.lambda_start <= 0 or not 0 < self.ramp_until <= 1:
-                raise ValueError(f"a ramp needs lambda_start > 0 and 0 < ramp_until <= 1, got {self.lambda_start} and {self.ramp_until}")
+            if self.lambda_start <= 0 or not 0 <= self.ramp_from < self.ramp_until <= 1:
+                raise ValueError(f"a ramp needs lambda_start > 0 and 0 <= ramp_from < ramp_until <= 1, got lambda_start="
+                                 f"{self.lambda_start}, ramp_from={self.ramp_from}, ramp_until={self.ramp_until}")
             check_nfe(self.nfe)
 
     def __init__(self, **arguments: Any):
@@ -100,13 +102,14 @@ class IDPPolicy(GeneratorPolicy):
         """The weight of the probe now; `balance` may lower it further for a batch.
 
         constant: lambda_prox. When steps are few, the gradient noise of a probe at 81 drowns the proposal; hence
-        ramp:     lambda_start^(1-p) lambda_prox^p with p = progress / ramp_until, at most 1;
+        ramp:     lambda_start^(1-p) lambda_prox^p, p going from 0 at ramp_from to 1 at ramp_until: the weight grows while the
+                  learning rate, and with it the harm that noise can do, falls;
         balance:  min(lambda_prox, E(y) / E(z)), so that the probe never outweighs the proposal.
         """
         o = self.options
         if o.lambda_schedule != "ramp" or self.lambda_prox == 0:
             return self.lambda_prox
-        p = min(1.0, self.progress / o.ramp_until)
+        p = min(1.0, max(0.0, (self.progress - o.ramp_from) / (o.ramp_until - o.ramp_from)))
         return o.lambda_start ** (1 - p) * self.lambda_prox**p
 
     def excess(self, cond: Tensor, actions: Tensor) -> Tensor | None:
