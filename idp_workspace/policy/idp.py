@@ -54,7 +54,7 @@ class IDPPolicy(GeneratorPolicy):
 
         t_star: float = 0.9
         lambda_prox: float | None = None        # null: (t*/(1-t*))^2
-        lambda_schedule: str = "constant"       # constant | ramp | balance, see current_lambda
+        lambda_schedule: str = "constant"       # constant | ramp, see current_lambda
         lambda_start: float = 1.0               # of a ramp, which stays there until ramp_from and reaches lambda_prox at
         ramp_from: float = 0.5                  # ramp_until, both as shares of the training
         ramp_until: float = 0.95
@@ -75,7 +75,7 @@ class IDPPolicy(GeneratorPolicy):
         m_clip: float | None = None
 
         def __post_init__(self):
-            check_choices({"lambda_schedule": self.lambda_schedule}, {"lambda_schedule": ("constant", "ramp", "balance")})
+            check_choices({"lambda_schedule": self.lambda_schedule}, {"lambda_schedule": ("constant", "ramp")})
             geometry.check_switches(**{name: getattr(self, name) for name in GEOMETRY})
             if not 0 < self.t_star < 1:
                 raise ValueError(f"t_star={self.t_star} must lie strictly between 0 and 1")
@@ -92,22 +92,20 @@ class IDPPolicy(GeneratorPolicy):
         self.nfe = o.nfe
         self.lambda_prox = paper_lambda(o.t_star) if o.lambda_prox is None else float(o.lambda_prox)
         self._last: tuple[Tensor, Tensor] | None = None     # features and m of the last batch
-        self._share: float | Tensor = 0.0                   # weight of the probe in the last batch, in units of the paper's
         if o.reference in ("ema", "dataset"):
             # Zero until seen: the first batch (ema) or the normaliser's statistics (dataset) fill it.
             self.register_buffer("reference_variance", torch.zeros(self.generator.horizon, self.action_dim))
 
     # ------------------------------------------------------------------ training
     def current_lambda(self) -> float:
-        """The weight of the probe now; `balance` may lower it further for a batch.
+        """The weight of the probe now.
 
         constant: lambda_prox. When steps are few, the gradient noise of a probe at 81 drowns the proposal; hence
         ramp:     lambda_start^(1-p) lambda_prox^p, p going from 0 at ramp_from to 1 at ramp_until: the weight grows while the
-                  learning rate, and with it the harm that noise can do, falls;
-        balance:  min(lambda_prox, E(y) / E(z)), so that the probe never outweighs the proposal.
+                  learning rate, and with it the harm that noise can do, falls.
         """
         o = self.options
-        if o.lambda_schedule != "ramp" or self.lambda_prox == 0:
+        if o.lambda_schedule == "constant" or self.lambda_prox == 0:
             return self.lambda_prox
         p = min(1.0, max(0.0, (self.progress - o.ramp_from) / (o.ramp_until - o.ramp_from)))
         return o.lambda_start ** (1 - p) * self.lambda_prox**p
@@ -135,11 +133,7 @@ class IDPPolicy(GeneratorPolicy):
         share = self.current_lambda() / paper_lambda(o.t_star)
         if share:
             z = self.generator(cond, actions + (1 - o.t_star) * torch.randn_like(actions), o.t_star)
-            probe = potential((z - actions) / (1 - o.t_star), m if o.geometry_on_probe else None)
-            if o.lambda_schedule == "balance":
-                share = (loss.mean() / probe.mean().clamp(min=1e-12)).detach().clamp(max=share)
-            self._share = share
-            loss = loss + share * probe
+            loss = loss + share * potential((z - actions) / (1 - o.t_star), m if o.geometry_on_probe else None)
         return o.loss_scale * loss.mean()
 
     @torch.no_grad()
@@ -159,7 +153,7 @@ class IDPPolicy(GeneratorPolicy):
 
     def metrics(self) -> dict[str, float]:
         """Size of the excess and of the neighbourhoods in the last batch."""
-        out = {"lambda_prox": float(self._share) * paper_lambda(self.options.t_star)}
+        out = {"lambda_prox": self.current_lambda()}
         if self._last is None:
             return out
         features, m = self._last
