@@ -15,7 +15,7 @@ import torch
 from omegaconf import OmegaConf
 
 from diffusion_policy.common import checkpoint_io
-from diffusion_policy.common.errors import CheckpointError
+from diffusion_policy.common.errors import CheckpointError, DivergedError
 from tests.util import ROOT, load_config, write_pusht
 
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "0"}
@@ -215,6 +215,7 @@ def test_a_pickled_checkpoint_runs_no_code_unless_trusted(finished, tmp_path):
     (["training.device=cuda:0"], "no CUDA device"),
     (["n_action_steps=17"], "horizon"),
     (["training.lr_scheduler=cosin"], "cosine"),
+    (["checkpoint.save_last_snapshot=true"], "save_last_snapshot"),
     (["preset=laptop"], "preset"),
 ])
 def test_mistakes_are_named_before_anything_is_written(overrides, message, tmp_path, data):
@@ -263,5 +264,5 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, data):
 
     cfg = load_config("train_idp_mlp_lowdim", "preset=debug", f"task.dataset.zarr_path={data}", "learning_rate=1e30", "training.num_epochs=50",
                       "training.grad_clip_norm=null")
-    with pytest.raises(FloatingPointError, match="step"):
+    with pytest.raises(DivergedError, match="the loss of step"):
         TrainWorkspace(cfg, output_dir=str(tmp_path / "run")).run()

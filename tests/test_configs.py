@@ -69,6 +69,14 @@ def test_swapping_only_the_policy_target_of_an_upstream_configuration_trains(nam
     assert type(workspace.model.model).__module__.startswith("diffusion_policy.model.diffusion.")
 
 
+def test_intervals_count_epochs_from_one_and_include_the_last(tmp_path, data):
+    run("train_idp_mlp_lowdim", tmp_path / "run", data, "training.num_epochs=5", "training.rollout_every=2", "training.checkpoint_every=2",
+        "training.val_every=3", "task.dataset.val_ratio=0.2", "task.env_runner.max_steps=8", "task.env_runner.n_test_vis=0", "lambda_schedule=ramp")
+    lines = [json.loads(line) for line in (tmp_path / "run/logs.json.txt").read_text().splitlines()]
+    epochs = lambda key: [line["epoch"] + 1 for line in lines if key in line]
+    assert epochs("test/mean_score") == [2, 4, 5] and epochs("val_loss") == [3, 5]
+
+
 @pytest.mark.parametrize("ablation", ABLATIONS)
 def test_every_ablation_trains(ablation, tmp_path, data):
     workspace, _ = run("train_idp_mlp_lowdim", tmp_path / "run", data, f"ablation={ablation}", "task.env_runner.max_steps=8")

@@ -22,3 +22,7 @@ class DataNotFoundError(DataError, FileNotFoundError):
 
 class CheckpointError(UserError, RuntimeError):
     """A checkpoint that cannot be used: truncated, of another architecture, not trusted."""
+
+
+class DivergedError(UserError, FloatingPointError):
+    """A training whose loss is no longer finite."""

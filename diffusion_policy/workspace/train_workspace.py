@@ -21,7 +21,7 @@ from diffusion_policy.common import checkpoint_io
 from diffusion_policy.common.batch_stream import BatchStream
 from diffusion_policy.common.checkpoint_util import TopKCheckpointManager
 from diffusion_policy.common.config_util import resolve_device
-from diffusion_policy.common.errors import ConfigError
+from diffusion_policy.common.errors import ConfigError, DivergedError
 from diffusion_policy.common.json_logger import JsonLogger
 from diffusion_policy.common.plot_util import plot_learning_curve
 from diffusion_policy.common.pytorch_util import dict_apply
@@ -88,6 +88,9 @@ class TrainWorkspace(BaseWorkspace):
         output = pathlib.Path(self.output_dir)
         latest = self.get_checkpoint_path()
         resuming = s.resume and latest.is_file()
+        if cfg.checkpoint.get("save_last_snapshot") or not cfg.checkpoint.get("save_last_ckpt", True):
+            raise ConfigError("checkpoint.save_last_snapshot=true (a pickle of the whole program) is not supported, and the last checkpoint, "
+                              "from which a run resumes, is always written: leave save_last_snapshot false and save_last_ckpt true")
         if latest.is_file() and not resuming:
             raise ConfigError(f"{output} already holds a run: set training.resume=true to continue it, or choose another hydra.run.dir")
 
@@ -168,10 +171,11 @@ class TrainWorkspace(BaseWorkspace):
         values = torch.stack(losses).tolist()
         for step, value in enumerate(values, start=self.global_step - len(values)):
             if not math.isfinite(value):
-                raise FloatingPointError(
+                raise DivergedError(
                     f"the loss of step {step} is {value}. Nothing was saved since: {self.get_checkpoint_path()} is from before. Lower "
                     "optimizer.lr, set training.grad_clip_norm, or look for extreme values in the dataset")
-        self.epoch_loss = [self.epoch_loss[0] + sum(values), self.epoch_loss[1] + len(values)]
+            # One by one: the sum must not depend on where a stop cut the list.
+            self.epoch_loss = [self.epoch_loss[0] + value, self.epoch_loss[1] + 1]
         record = {"train_loss": values[-1], "global_step": self.global_step - 1, "epoch": self.epoch,
                   "lr": self.lr_scheduler.get_last_lr()[0]}
         return record | (self.model.metrics() if hasattr(self.model, "metrics") else {})
@@ -198,10 +202,12 @@ class TrainWorkspace(BaseWorkspace):
     def _end_epoch(self, record: dict[str, Any], runner: Any, tracker: Any) -> None:
         """Evaluate, log and save, each if its interval is due. Evaluation has random numbers of its own."""
         s = self.settings
-        last = self.global_step >= self.total_steps
-        due = lambda every: last or (self.epoch + 1) % every == 0
+        number, last = self.epoch + 1, self.global_step >= self.total_steps
+        due = lambda every: last or number % every == 0
         policy = self.policy
         policy.eval()
+        if hasattr(policy, "set_progress"):
+            policy.set_progress(self.global_step / max(1, self.total_steps))
         with isolated_random_state(s.seed), torch.no_grad():
             if due(s.val_every) and self.val_stream is not None:
                 record["val_loss"] = self._validation_loss(policy)

@@ -1,0 +1,109 @@
+"""Train and evaluate a list of configurations, and put the numbers into one table.
+
+    python -m benchmarks.study benchmarks/studies/pusht_cpu.yaml [--jobs 2] [--only NAME ...]
+
+A study is a YAML file: what it is called, overrides for all runs, and the runs, each a name, a config and its own overrides. Runs go to
+data/studies/<study>/<run>/, tables to results/<study>/. It can be stopped and started again at any time: what is finished is not
+repeated, what was interrupted continues from its checkpoint.
+"""
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from typing import Any
+
+import yaml
+from tqdm import tqdm
+
+from diffusion_policy.common.checkpoint_io import versions, write_atomically
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def run(study: dict[str, Any], entry: dict[str, Any], threads: int) -> dict[str, Any]:
+    """Train and evaluate one entry, as far as that is not done yet; returns its row of the table."""
+    folder = ROOT / "data/studies" / study["name"] / entry["name"]
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(ROOT)}
+    overrides = [*study.get("overrides", []), *entry.get("overrides", [])]
+    train = ["train.py", f"--config-name={entry['config']}", *overrides]
+    with open(folder / "study.log", "a") as log:
+        def call(*command: str) -> None:
+            subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True)
+
+        if not (folder / "summary.json").is_file():
+            started = time.monotonic()
+            call(*train, "training.resume=true", f"hydra.run.dir={folder}")
+            spent = json.loads((folder / "time.json").read_text()) if (folder / "time.json").is_file() else 0.0
+            (folder / "time.json").write_text(json.dumps(spent + time.monotonic() - started))
+        if not (folder / "eval/eval_log.json").is_file():
+            call("eval.py", "--checkpoint", str(folder / "checkpoints/latest.ckpt"), "--output_dir", str(folder / "eval"), "--device", "cpu",
+                 *study.get("eval", []), *entry.get("eval", []))
+    summary = json.loads((folder / "summary.json").read_text())
+    log = json.loads((folder / "eval/eval_log.json").read_text())
+    return {
+        "name": entry["name"], "command": f"python {' '.join(train)}", "score": log["test/mean_score"], "interval_95": log["interval_95"],
+        "best_evaluation": summary["best_score"], "n_episodes": log["n_episodes"], "nfe": log["nfe"], "steps": summary["steps"],
+        "seconds": json.loads((folder / "time.json").read_text()), "latency_p50_ms": log["latency_ms"]["p50"],
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown, best score first."""
+    head = "| run | score | 95 % interval | network calls | steps | training ms / step (with evaluations) | inference p50 ms |\n|---|---|---|---|---|---|---|\n"
+    lines = []
+    for row in sorted(rows, key=lambda row: -row["score"]):
+        low, high = row["interval_95"]
+        per_step = f"{1000 * row['seconds'] / row['steps']:.0f}" if row["steps"] else "-"
+        lines.append(f"| {row['name']} | {row['score']:.3f} | {low:.2f} to {high:.2f} | {row['nfe']:g} | {row['steps']} | {per_step} | {row['latency_p50_ms']:.2f} |")
+    return head + "\n".join(lines)
+
+
+def write(study: dict[str, Any], source: pathlib.Path, rows: list[dict[str, Any]], jobs: int, threads: int) -> pathlib.Path:
+    folder = ROOT / "results" / study["name"]
+    folder.mkdir(parents=True, exist_ok=True)
+    command = f"python -m benchmarks.study {source.resolve().relative_to(ROOT)} --jobs {jobs} --threads {threads}"
+    data = {"command": command, "study": study, "rows": rows, "versions": versions(), "cpu_threads_per_run": threads, "jobs": jobs}
+    write_atomically(folder / "results.json", lambda file: file.write(json.dumps(data, indent=2).encode()))
+    text = f"# {study['title']}\n\n{study['description']}\n\n{table(rows)}\n\nMade with `{command}`; every run's own command, and all versions, are in results.json.\n"
+    write_atomically(folder / "README.md", lambda file: file.write(text.encode()))
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train and evaluate a list of configurations into one table.")
+    parser.add_argument("study", type=pathlib.Path, help="a YAML file of benchmarks/studies/")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time (default 2)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each run (default 1)")
+    parser.add_argument("--only", nargs="*", help="names of the runs to do; the table keeps the others that are finished")
+    options = parser.parse_args()
+    study = yaml.safe_load(options.study.read_text())
+    entries = [entry for entry in study["runs"] if not options.only or entry["name"] in options.only]
+    if not entries:
+        parser.error(f"no run is called {' or '.join(options.only)}; there are: {', '.join(e['name'] for e in study['runs'])}")
+    done = {folder.parent.parent.name for folder in (ROOT / "data/studies" / study["name"]).glob("*/eval/eval_log.json")}
+    entries += [entry for entry in study["runs"] if entry["name"] in done and entry not in entries]
+    rows, failed = [], []
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool, tqdm(total=len(entries), unit="run", disable=None) as bar:
+        futures = {pool.submit(run, study, entry, options.threads): entry["name"] for entry in entries}
+        for future in concurrent.futures.as_completed(futures):
+            try:
+                rows.append(future.result())
+                write(study, options.study, rows, options.jobs, options.threads)    # after each, so that an interrupted study has a table
+            except subprocess.CalledProcessError as error:
+                failed.append(futures[future])
+                tqdm.write(f"{futures[future]} failed ({error}); see data/studies/{study['name']}/{futures[future]}/study.log")
+            bar.update()
+    print(table(rows))
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
