@@ -103,6 +103,35 @@ def conditional_variance(w: Tensor, actions: Tensor, center: str = "expert") -> 
 
 
 @torch.no_grad()
+def conditional_covariance(w: Tensor, actions: Tensor, center: str = "expert") -> Tensor:
+    """G (B, H, D, D), the matrix form of `conditional_variance`, its diagonal: each step's D x D block, in float64.
+
+    `expert`:        G_i = sum_j w_ij (a_j - a_i)(a_j - a_i)^T
+    `weighted_mean`: G_i = sum_j w_ij (a_j - abar_i)(a_j - abar_i)^T,  abar_i = sum_j w_ij a_j
+
+    Positive definiteness to 1e-6 is beyond float32 once D is large (mps has no float64 and makes do with it).
+    """
+    a = actions.detach().to(torch.float32 if actions.device.type == "mps" else torch.float64)
+    a = a - a.mean(dim=0)
+    w = w.to(a.dtype)
+    outer = a.unsqueeze(-1) * a.unsqueeze(-2)                                       # (B, H, D, D)
+    first = (w @ a.flatten(1)).view_as(a)
+    second = (w @ outer.flatten(1)).view_as(outer)
+    if center == "expert":
+        cross = a.unsqueeze(-1) * first.unsqueeze(-2)
+        return second - cross - cross.mT + outer
+    return second - first.unsqueeze(-1) * first.unsqueeze(-2)
+
+
+@torch.no_grad()
+def reference_covariance(actions: Tensor) -> Tensor:
+    """Sigma_ref (H, D, D): covariance over the batch of actions (B, H, D), in float64."""
+    a = actions.detach().to(torch.float32 if actions.device.type == "mps" else torch.float64)
+    a = a - a.mean(dim=0)
+    return torch.einsum("bhd,bhe->hde", a, a) / len(a)
+
+
+@torch.no_grad()
 def reference_variance(actions: Tensor) -> Tensor:
     """v_ref (H, D): population variance over the batch of actions (B, H, D)."""
     return actions.detach().float().var(dim=0, correction=0)
@@ -185,31 +214,19 @@ def _full_excess(
     With diagonal covariances it reduces to relu(v_ref / v_cond - 1). Reference 'batch' uses the full covariance over the batch;
     'ema' and 'dataset' know variances only and use a diagonal one; 'none' compares with the identity.
     """
-    # Positive definiteness to 1e-6 is beyond float32 once D is large; mps has no float64.
-    a = actions.detach().to(torch.float32 if actions.device.type == "mps" else torch.float64)
-    a = a - a.mean(dim=0)
-    batch, steps, dim = a.shape
-    w = w.to(a.dtype)
-    outer = a.unsqueeze(-1) * a.unsqueeze(-2)                                       # (B, H, D, D)
-    first = (w @ a.flatten(1)).view_as(a)
-    g = (w @ outer.flatten(1)).view_as(outer)
-    if center == "expert":
-        cross = a.unsqueeze(-1) * first.unsqueeze(-2)
-        g = g - cross - cross.mT + outer
-    else:
-        g = g - first.unsqueeze(-1) * first.unsqueeze(-2)
-    v_ref = v_ref.to(a.dtype)
+    g = conditional_covariance(w, actions, center)
+    v_ref = v_ref.to(g.dtype)
     floor = torch.diag_embed(eps + rel_floor * v_ref)                               # (H, D, D)
     if reference == "batch":
-        sigma = outer.mean(dim=0)
+        sigma = reference_covariance(actions)
     elif reference == "none":
-        sigma = torch.eye(dim, dtype=a.dtype, device=a.device).expand(steps, dim, dim)
+        sigma = torch.eye(g.shape[-1], dtype=g.dtype, device=g.device).expand(g.shape[1:])
     else:
         sigma = torch.diag_embed(v_ref)
     values, vectors = torch.linalg.eigh(sigma + floor)
     root = vectors @ torch.diag_embed(values.clamp(min=0).sqrt()) @ vectors.mT      # (Sigma_ref + floor)^1/2 = P_ref^-1/2
     chol, _ = torch.linalg.cholesky_ex(g + floor)
-    x = torch.linalg.solve_triangular(chol, root.expand(batch, steps, dim, dim), upper=False)
+    x = torch.linalg.solve_triangular(chol, root.expand_as(g), upper=False)
     values, vectors = torch.linalg.eigh(x.mT @ x)
     return vectors @ torch.diag_embed((values - 1).clamp(min=0, max=m_clip)) @ vectors.mT
 

@@ -45,35 +45,14 @@ LOCAL, GLOBAL, QUERY = "#1f5fc4", "#7a7a7a", "#111111"
 
 
 # ---------------------------------------------------------------------- the geometry, as pure functions
-@torch.no_grad()
 def local_covariance(w: Tensor, actions: Tensor, center: str = "expert") -> Tensor:
-    """G (B, D, D) from weights w (B, B) and actions a (B, D) of one chunk step, in float64.
-
-    `expert`:        G_i = sum_j w_ij (a_j - a_i)(a_j - a_i)^T
-    `weighted_mean`: G_i = sum_j w_ij (a_j - abar_i)(a_j - abar_i)^T,  abar_i = sum_j w_ij a_j
-
-    By moments: sum_j w_ij a_j a_j^T less the terms of the centre. The diagonal is geometry.conditional_variance.
-    """
-    w, a = w.double(), actions.double()
-    a = a - a.mean(dim=0)                                   # no effect but on the rounding of the subtraction below
-    mean = w @ a                                            # (B, D)
-    second = (w @ outer(a, a).flatten(1)).view(len(a), a.shape[1], a.shape[1])
-    if center == "expert":
-        return second - outer(a, mean) - outer(mean, a) + outer(a, a)
-    return second - outer(mean, mean)
+    """G (B, D, D) of actions (B, D), one chunk step."""
+    return geometry.conditional_covariance(w, actions[:, None], center)[:, 0]
 
 
-def outer(a: Tensor, b: Tensor) -> Tensor:
-    """a b^T of each pair of rows: (B, D), (B, D) -> (B, D, D)."""
-    return a.unsqueeze(-1) * b.unsqueeze(-2)
-
-
-@torch.no_grad()
 def global_covariance(actions: Tensor) -> Tensor:
-    """Sigma (D, D) = 1/B sum_j (a_j - abar)(a_j - abar)^T of actions (B, D), in float64."""
-    a = actions.double()
-    a = a - a.mean(dim=0)
-    return a.T @ a / len(a)
+    """Sigma (D, D) of actions (B, D), one chunk step."""
+    return geometry.reference_covariance(actions[:, None])[0]
 
 
 @torch.no_grad()
