@@ -77,6 +77,13 @@ def test_intervals_count_epochs_from_one_and_include_the_last(tmp_path, data):
     assert epochs("test/mean_score") == [2, 4, 5] and epochs("val_loss") == [3, 5]
 
 
+def test_a_run_reports_the_best_and_the_mean_of_the_last_five_evaluations(tmp_path, data):
+    workspace, _ = run("train_idp_mlp_lowdim", tmp_path / "run", data, "task.env_runner.max_steps=8", "task.env_runner.n_test_vis=0")
+    workspace.scores = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    summary = workspace._summary(tmp_path / "run", finished=True)
+    assert (summary["score"], summary["best_score"], summary["mean_of_last_scores"]) == (6.0, 6.0, 4.0)
+
+
 @pytest.mark.parametrize("ablation", ABLATIONS)
 def test_every_ablation_trains(ablation, tmp_path, data):
     workspace, _ = run("train_idp_mlp_lowdim", tmp_path / "run", data, f"ablation={ablation}", "task.env_runner.max_steps=8")

@@ -38,7 +38,10 @@ def evaluate(expression: Any) -> Any:
             case ast.Name() if node.id in _NAMES:
                 return _NAMES[node.id]
             case ast.BinOp() if type(node.op) in _OPERATORS:
-                return _OPERATORS[type(node.op)](visit(node.left), visit(node.right))
+                left, right = visit(node.left), visit(node.right)
+                if not (isinstance(left, (int, float)) and isinstance(right, (int, float))):
+                    raise TypeError(f"{left!r} and {right!r} are not both numbers")     # 'a' * 10**9 would fill the memory
+                return _OPERATORS[type(node.op)](left, right)
             case ast.UnaryOp() if type(node.op) in _OPERATORS:
                 return _OPERATORS[type(node.op)](visit(node.operand))
             case ast.Compare() if len(node.ops) == 1 and type(node.ops[0]) in _OPERATORS:
