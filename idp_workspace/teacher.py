@@ -8,15 +8,16 @@ from __future__ import annotations
 import contextlib
 import pathlib
 import random
-from typing import Any, Iterator
+from typing import TYPE_CHECKING, Any, Iterator
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from diffusion_policy.model.common.normalizer import LinearNormalizer
 from diffusion_policy.workspace.base_workspace import BaseWorkspace
-from idp_workspace.policy.base import GeneratorPolicy
+
+if TYPE_CHECKING:       # policies import this module
+    from idp_workspace.policy.base import GeneratorPolicy
 
 SIZES = ("horizon", "obs_dim", "action_dim", "n_obs_steps")
 NETWORKS = ("model", "obs_encoder")
@@ -39,8 +40,8 @@ def keep_random_state() -> Iterator[None]:
 def load_teacher(path: Any, kind: type[GeneratorPolicy], student: GeneratorPolicy, config: str) -> GeneratorPolicy:
     """The policy in the checkpoint `path`, frozen, after checking that it is a `kind` with the sizes and networks of `student`."""
     name = type(student).__name__
-    help = (f"Train one with\n    python train.py --config-name={config} and pass policy.teacher_checkpoint=<its run folder>/checkpoints/latest.ckpt, "
-            "or leave policy.teacher_checkpoint at null in a config of TrainDistillationWorkspace, which trains it first")
+    help = (f"Train one with\n    python train.py --config-name={config}\nand pass policy.teacher_checkpoint=<its run folder>/checkpoints/latest.ckpt; "
+            "or leave that at null in a config whose _target_ is TrainDistillationWorkspace, which trains the teacher first")
     if path is None:
         raise TeacherError(f"{name} is distilled from a trained {kind.__name__}: policy.teacher_checkpoint is not given. {help}")
     if not pathlib.Path(path).is_file():
@@ -77,48 +78,3 @@ def mismatches(teacher: nn.Module, kind: type, student: GeneratorPolicy) -> list
 
 def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in module.state_dict().items()}
-
-
-class Distilled(GeneratorPolicy):
-    """A student. A subclass has `teacher_checkpoint` among its options and says of which class its teacher is.
-
-    `set_normalizer` is what starts training: the training loop calls it before anything else, and before a resumed run takes its
-    weights from a checkpoint; evaluation does not call it. There the teacher is loaded, and the student takes over its weights and,
-    so that both speak of the same normalised actions, its normaliser.
-    """
-
-    teacher_kind: type[GeneratorPolicy]
-    teacher_config: str         # a config that trains such a teacher, for messages
-
-    def __init__(self, **arguments: Any):
-        super().__init__(**arguments)
-        self.teacher_checkpoint = self.options.teacher_checkpoint
-        self._teacher: tuple[GeneratorPolicy, ...] = ()     # in a tuple a module is not registered
-
-    def set_normalizer(self, normalizer: LinearNormalizer) -> None:
-        teacher = load_teacher(self.teacher_checkpoint, self.teacher_kind, self, self.teacher_config)
-        self._teacher = (teacher,)
-        super().set_normalizer(teacher.normalizer)
-        self.take_over(teacher)
-
-    def take_over(self, teacher: GeneratorPolicy) -> None:
-        """Start from the teacher's weights."""
-        for network in NETWORKS:
-            if getattr(self, network) is not None:
-                getattr(self, network).load_state_dict(getattr(teacher, network).state_dict())
-
-    @property
-    def teacher(self) -> GeneratorPolicy:
-        if not self._teacher:
-            raise TeacherError(f"{type(self).__name__} has no teacher yet: it is loaded by set_normalizer, when training starts")
-        teacher = self._teacher[0]
-        return teacher if teacher.device == self.device else teacher.to(self.device)
-
-    def loss_of(self, obs: Tensor, actions: Tensor) -> Tensor:
-        with torch.no_grad():
-            teacher_cond = self.teacher.generator.encode(obs)
-        return self.distill(self.generator.encode(obs), teacher_cond, actions)
-
-    def distill(self, cond: Tensor, teacher_cond: Tensor, actions: Tensor) -> Tensor:
-        """The loss; cond is the observation as the student's encoder sees it, teacher_cond as the teacher's does."""
-        raise NotImplementedError("a student defines how it learns from its teacher")

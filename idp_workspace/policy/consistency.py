@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from idp_workspace import edm
 from idp_workspace.options import check_choices
+from idp_workspace.policy.distilled import DistilledPolicy
 from idp_workspace.policy.edm_teacher import EDMOptions, EDMPolicy, EDMTeacherPolicy
-from idp_workspace.teacher import Distilled, TeacherError
+from idp_workspace.teacher import TeacherError
 
 DSM_SHARE = 0.7     # of the range of the Karras schedule, from sigma_max, that the denoising term draws half of its levels from
 
@@ -109,7 +110,7 @@ class ConsistencyTrainingPolicy(EDMPolicy):
         return action
 
 
-class ConsistencyPolicy(Distilled, ConsistencyTrainingPolicy):
+class ConsistencyPolicy(DistilledPolicy, ConsistencyTrainingPolicy):
     """The student of Consistency Policy: as above, with x_u one Heun step of a frozen EDM teacher's ODE away from x_t.
 
     It starts from the teacher's weights, with which G(x, t, sigma_min) mixes x with the teacher's own denoised chunk, and keeps
@@ -117,7 +118,7 @@ class ConsistencyPolicy(Distilled, ConsistencyTrainingPolicy):
     """
 
     teacher_kind = EDMTeacherPolicy
-    teacher_config = "train_consistency_transformer_lowdim policy.teacher_checkpoint=null"
+    teacher_config = "train_consistency_training_transformer_lowdim objective=edm_teacher backbone=<the student's>"
 
     @dataclasses.dataclass(frozen=True)
     class Options(ConsistencyTrainingPolicy.Options):
