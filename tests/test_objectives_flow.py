@@ -174,14 +174,15 @@ def test_mip_s_loss_is_idp_s_without_geometry(network):
 
 
 # ---------------------------------------------------------------------- FlowPolicy
-def test_closed_form_losses_of_consistency_flow():
+@pytest.mark.parametrize("alpha", [0.0, 100.0])        # the first term alone; the second in front
+def test_closed_form_losses_of_consistency_flow(alpha):
     """With expert a, z ~ N(0, 1) and d = r - t: x_t - x_r = -d (a - z), so
 
         f = c:  F_t - F_r = d (z - a + c),              second term 0
         f = t:  F_t - F_r = d (z - a - e + t + r),      second term alpha d^2 where e - t > 1.01 delta
         f = x:  F_t - F_r = z [(1-t)(1+e-t) - (1-r)(1+e-r)] + a [t (1+e-t) - r (1+e-r)],    second term alpha d^2 (a - z)^2
     """
-    a, alpha, delta = 0.5, 1e-2, 0.01      # alpha raised, so that the second term counts
+    a, delta = 0.5, 0.01
     t = torch.linspace(0.01, 1, 2_000_001, dtype=torch.float64)
     r = (t + delta).clamp(max=1)
     d, e = r - t, torch.where(t <= 0.5, 0.5, 1.0).double()

@@ -2,8 +2,9 @@
 import pytest
 import torch
 
-from tests.test_idp_policy import D, H, NETWORKS, batch, make
+from diffusion_policy.model.diffusion.positional_embedding import SinusoidalPosEmb
 from idp_workspace.policy import IDPPolicy
+from tests.test_idp_policy import D, H, NETWORKS, batch, make
 
 
 def generator_and_inputs(network, b=3):
@@ -25,6 +26,12 @@ def test_equal_times_are_one_time_and_different_times_are_not(network):
     assert (f(cond, x, t, s=s) - f(cond, x, t)).abs().max() > 1e-3     # s matters
     assert (f(cond, x, t, s=s) - f(cond, x, s)).abs().max() > 1e-3     # t matters
     assert (f(cond, x, t, s=s) - f(cond, x, s, s=t)).abs().max() > 1e-3     # and their order
+
+
+def test_even_frequencies_of_the_embedding_see_the_end_and_odd_ones_the_start():
+    embed, s, t = SinusoidalPosEmb(8), torch.tensor([0.3]), torch.tensor([0.8])
+    both = embed(torch.stack([s, t], dim=-1))
+    assert torch.equal(both[:, 0::2], embed(t)[:, 0::2]) and torch.equal(both[:, 1::2], embed(s)[:, 1::2])
 
 
 @pytest.mark.parametrize("network", NETWORKS)
