@@ -1,11 +1,13 @@
 """A slow copy of a policy's generator, for objectives whose target is the network itself."""
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Iterator
 
 import torch
+from torch import nn
 
 if TYPE_CHECKING:       # policies import this module
     from idp_workspace.policy.base import GeneratorPolicy
@@ -36,3 +38,16 @@ class TargetNetwork:
                 p.lerp_(q, 1 - rate)
             for p, q in zip(slow.buffers(), fast.buffers()):
                 p.copy_(q)
+
+
+@contextlib.contextmanager
+def fixed_parameters(network: nn.Module) -> Iterator[None]:
+    """Graphs that are built inside treat the network's parameters as constants."""
+    trained = [p for p in network.parameters() if p.requires_grad]
+    for p in trained:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in trained:
+            p.requires_grad_(True)

@@ -1,18 +1,18 @@
 """Consistency Policy: one-step trajectory models, distilled from an EDM teacher or trained without one."""
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from typing import Any, Iterator
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from idp_workspace import edm
 from idp_workspace.options import check_choices
 from idp_workspace.policy.distilled import DistilledPolicy
 from idp_workspace.policy.edm_teacher import EDMOptions, EDMPolicy, EDMTeacherPolicy
+from idp_workspace.target import fixed_parameters
 from idp_workspace.teacher import TeacherError
 
 DSM_SHARE = 0.7     # of the range of the Karras schedule, from sigma_max, that the denoising term draws half of its levels from
@@ -73,12 +73,13 @@ class ConsistencyTrainingPolicy(EDMPolicy):
         noise = torch.randn_like(actions)
         x_t = actions + edm.over(t, actions) * noise
         low = torch.full_like(s, self.options.sigma_min)
+        fixed_cond = cond.detach()
         with torch.no_grad():
             x_u = self.lower_neighbour(x_t, t, u, actions, noise, teacher_cond)
             target = self.jump(cond, self.jump(cond, x_u, u, s), s, low)
         prediction = self.jump(cond, x_t, t, s)
         with fixed_parameters(self.model):
-            prediction = self.jump(cond.detach(), prediction, s, low)
+            prediction = self.jump(fixed_cond, prediction, s, low)
         return edm.pseudo_huber(prediction - target, self.options.huber).mean()
 
     def draw_edges(self, count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,16 +143,3 @@ class ConsistencyPolicy(DistilledPolicy, ConsistencyTrainingPolicy):
 
     def distill(self, cond: Tensor, teacher_cond: Tensor, actions: Tensor) -> Tensor:
         return self.consistency_loss(cond, teacher_cond, actions)
-
-
-@contextlib.contextmanager
-def fixed_parameters(network: nn.Module) -> Iterator[None]:
-    """Graphs that are built inside treat the network's parameters as constants."""
-    trained = [p for p in network.parameters() if p.requires_grad]
-    for p in trained:
-        p.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for p in trained:
-            p.requires_grad_(True)

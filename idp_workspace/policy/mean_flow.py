@@ -36,6 +36,7 @@ class MeanFlowPolicy(GeneratorPolicy):
         guidance: float = 2.0           # w; 1 is the velocity itself
         adaptive_p: float = 0.5         # MeanFlow for images: 1
         dispersive: float = 0.5         # 0: without ("MP")
+        time_scale: float = 1.0         # the network is told both times multiplied by this; see average_velocity
 
         def __post_init__(self):
             if not 0 <= self.flow_ratio <= 1 or self.time_std <= 0 or self.dispersive < 0:
@@ -50,12 +51,17 @@ class MeanFlowPolicy(GeneratorPolicy):
         equal = torch.arange(len(s), device=s.device) < round(o.flow_ratio * len(s))
         return s, torch.where(equal, s, t)
 
+    def average_velocity(self, cond: Tensor, x: Tensor, s: float | Tensor, t: float | Tensor) -> Tensor:
+        """u(x, s, t). The loss differentiates in s: a network whose time features are fast needs slower times to be smooth in it."""
+        c = self.options.time_scale
+        return self.generator(cond, x, c * t, s=c * s)
+
     @torch.no_grad()
     def target(self, cond: Tensor, x: Tensor, velocity: Tensor, s: Tensor, t: Tensor) -> Tensor:
-        w = self.options.guidance
+        w, c = self.options.guidance, self.options.time_scale
         if w != 1:
-            velocity = w * velocity + (1 - w) * self.generator(cond, x, s, s=s)
-        _, slope = generator_jvp(self.generator, cond, (x, s, t), (velocity, torch.ones_like(s), torch.zeros_like(t)))
+            velocity = w * velocity + (1 - w) * self.average_velocity(cond, x, s, s)
+        _, slope = generator_jvp(self.generator, cond, (x, c * s, c * t), (velocity, torch.full_like(s, c), torch.zeros_like(t)))
         return velocity + broadcast(t - s, x) * slope
 
     def loss(self, cond: Tensor, actions: Tensor) -> Tensor:
@@ -65,13 +71,13 @@ class MeanFlowPolicy(GeneratorPolicy):
         # Apart from the JVP, which needs no gradient: the blocks' features could not leave forward-mode differentiation.
         target = self.target(cond, x, velocity, s, t)
         with block_features(self.model, record=o.dispersive > 0) as features:
-            u = self.generator(cond, x, t, s=s)
+            u = self.average_velocity(cond, x, s, t)
         error = (u - target).square().mean(dim=(1, 2))
         loss = (adaptive_weight(error, o.adaptive_p) * error).mean()
         return loss + o.dispersive * sum(dispersion(z) for z in features)
 
     def sample(self, cond: Tensor, batch: int) -> Tensor:
-        return flow_steps(lambda x, s, t: self.generator(cond, x, t, s=s), torch.randn_like(self.zeros(batch)), 1)
+        return flow_steps(lambda x, s, t: self.average_velocity(cond, x, s, t), torch.randn_like(self.zeros(batch)), 1)
 
 
 def dispersion(z: Tensor) -> Tensor:
@@ -84,14 +90,17 @@ def dispersion(z: Tensor) -> Tensor:
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks of a backbone whose outputs are its features: a UNet's levels on the way down, a transformer's or an MLP's layers."""
-    if hasattr(model, "down_modules"):
-        return [level[1] for level in model.down_modules]       # the second residual block, before the resolution is halved
+    found: list[nn.Module] = []
     stack = getattr(model, "decoder", None) or getattr(model, "encoder", None)
-    if hasattr(stack, "layers"):
-        return list(stack.layers)
-    if isinstance(getattr(model, "net", None), nn.Sequential):
-        return [layer for layer in model.net if isinstance(layer, nn.Sequential)]
-    raise ValueError(f"the dispersive term does not know the blocks of {type(model).__name__}: set policy.dispersive=0")
+    if hasattr(model, "down_modules"):
+        found = [level[1] for level in model.down_modules]      # the second residual block, before the resolution is halved
+    elif hasattr(stack, "layers"):
+        found = list(stack.layers)
+    elif isinstance(getattr(model, "net", None), nn.Sequential):
+        found = [layer for layer in model.net if isinstance(layer, nn.Sequential)]
+    if not found:
+        raise ValueError(f"the dispersive term does not know the blocks of {type(model).__name__}: set policy.dispersive=0")
+    return found
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from idp_workspace.flows import broadcast, flow_steps, interpolate, uniform_times
+from idp_workspace.generator import Generator
 from idp_workspace.policy.base import GeneratorPolicy
 from idp_workspace.target import TargetNetwork
 
@@ -26,7 +27,7 @@ class OFPPolicy(GeneratorPolicy):
 
     rho falls from 1 to 0 over training: the first targets are points of the data's path, the last ones the network's own jumps.
     The condition is replaced by zeros for a share p_drop of the first two terms' samples, which is what `no observation` means.
-    The published description leaves both lambdas, p_drop, the average's rate and the form of rho open; they are options here.
+    The published description leaves both lambdas, p_drop, the average's rate, the times and the form of rho open.
 
     It acts with one call, eps + u(eps, 0, 1). With `warm_start` = t_w > 0 and a previous chunk it starts on the way, from
     z = (1 - t_w) eps + t_w (previous chunk moved up by the executed steps), and adds (1 - t_w) u(z, t_w, 1).
@@ -35,14 +36,16 @@ class OFPPolicy(GeneratorPolicy):
     @dataclasses.dataclass(frozen=True)
     class Options:
         lambda_consistency: float = 1.0
-        lambda_guidance: float = 1.0
+        lambda_guidance: float = 0.01   # small: g is taken at the network's own chunk and can feed on itself
         p_drop: float = 0.1
         target_rate: float = 0.999
         min_interval: float = 0.05      # t - s is at least this in the consistency term, which divides by it
+        full_ratio: float = 0.5         # share of that term's intervals that end at t = 1, where the policy jumps to
+        time_scale: float = 1.0         # the network is told both times multiplied by this
         warm_start: float = 0.0         # 0: always from noise; published best 0.15
 
         def __post_init__(self):
-            for name in ("p_drop", "target_rate", "warm_start"):
+            for name in ("p_drop", "full_ratio", "target_rate", "warm_start"):
                 if not 0 <= getattr(self, name) < 1:
                     raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1)")
             if not 0 < self.min_interval < 1:
@@ -51,13 +54,25 @@ class OFPPolicy(GeneratorPolicy):
     def __init__(self, **arguments: Any):
         super().__init__(**arguments)
         self.target = TargetNetwork(self)
+        self.register_buffer("updates", torch.zeros((), dtype=torch.long))      # of the average
         self.warm_start = self.options.warm_start
         self.previous: Tensor | None = None     # normalised chunk of the last prediction
 
+    def velocity(self, generator: Generator, cond: Tensor, z: Tensor, s: float | Tensor, t: float | Tensor) -> Tensor:
+        """u(z, s, t | cond) of the network or of its average."""
+        c = self.options.time_scale
+        return generator(cond, z, c * t, s=c * s)
+
     # ------------------------------------------------------------------ training
+    def update_target(self) -> None:
+        """Once a loss; faster in the beginning, so that the average forgets the untrained network."""
+        n = int(self.updates)
+        self.target.update(min(self.options.target_rate, (1 + n) / (10 + n)))
+        self.updates += 1
+
     def loss_of(self, obs: Tensor, actions: Tensor) -> Tensor:
         if self.training and torch.is_grad_enabled():
-            self.target.update(self.options.target_rate)
+            self.update_target()
         with torch.no_grad():
             slow_cond = self.target.generator.encode(obs)
         return self.terms(self.generator.encode(obs), slow_cond, actions)
@@ -77,29 +92,30 @@ class OFPPolicy(GeneratorPolicy):
     def flow_term(self, cond: Tensor, actions: Tensor, noise: Tensor) -> Tensor:
         s = uniform_times(len(actions), like=actions)
         z, velocity = interpolate(noise, actions, s)
-        return (self.generator(cond, z, s, s=s) - velocity).square().mean()
+        return (self.velocity(self.generator, cond, z, s, s) - velocity).square().mean()
 
     def consistency_term(self, cond: Tensor, slow_cond: Tensor, actions: Tensor, noise: Tensor) -> Tensor:
         o = self.options
         s = uniform_times(len(actions), 0.0, 1 - o.min_interval, like=actions)
         t = s + o.min_interval + (1 - s - o.min_interval) * torch.rand_like(s)
+        t = torch.where(torch.rand_like(s) < o.full_ratio, torch.ones_like(t), t)
         m = s + (1 - self.progress) * (t - s) * torch.rand_like(s)
         z_s, _ = interpolate(noise, actions, s)
         with torch.no_grad():
             z_m, _ = interpolate(noise, actions, m)
-            z_t = z_m + broadcast(t - m, z_m) * self.target.generator(slow_cond, z_m, t, s=m)
+            z_t = z_m + broadcast(t - m, z_m) * self.velocity(self.target.generator, slow_cond, z_m, m, t)
             velocity = (z_t - z_s) / broadcast(t - s, z_s)
-        return (self.generator(cond, z_s, t, s=s) - velocity).square().mean()
+        return (self.velocity(self.generator, cond, z_s, s, t) - velocity).square().mean()
 
     def guidance_term(self, cond: Tensor, slow_cond: Tensor, actions: Tensor, noise: Tensor) -> Tensor:
         s = uniform_times(len(actions), like=actions)
         z, _ = interpolate(noise, actions, s)
-        y = self.generator(cond, z, torch.ones_like(s), s=s)
+        y = self.velocity(self.generator, cond, z, s, torch.ones_like(s))
         with torch.no_grad():
             again = uniform_times(len(actions), like=actions)
             z, _ = interpolate(torch.randn_like(actions), z + broadcast(1 - s, z) * y, again)
             slow = self.target.generator
-            guidance = slow(slow_cond, z, again, s=again) - slow(torch.zeros_like(slow_cond), z, again, s=again)
+            guidance = self.velocity(slow, slow_cond, z, again, again) - self.velocity(slow, torch.zeros_like(slow_cond), z, again, again)
             target = y + guidance
         return (y - target).square().mean()
 
@@ -109,7 +125,7 @@ class OFPPolicy(GeneratorPolicy):
         if self.warm_start > 0 and self.previous is not None and self.previous.shape == z.shape:
             start = self.warm_start
             z = (1 - start) * z + start * moved_up(self.previous, self.n_action_steps)
-        action = flow_steps(lambda z, s, t: self.generator(cond, z, t, s=s), z, 1, t0=start)
+        action = flow_steps(lambda z, s, t: self.velocity(self.generator, cond, z, s, t), z, 1, t0=start)
         self.previous = action.clone() if self.warm_start > 0 else None
         return action
 
