@@ -1,4 +1,4 @@
-"""The generator f(o, a, t): an observation and a (noisy) action become an action, over any backbone and encoder.
+"""The generator f(o, a, t) or f(o, a, s, t): an observation and a (noisy) action become an action, over any backbone and encoder.
 
 Objectives train and sample a generator and know nothing of what is inside; `build_generator` is the only place that knows the
 argument families of upstream's policy constructors.
@@ -64,12 +64,19 @@ class Generator:
                 cond = self.model.cond_obs_emb(cond)
             return cond.detach().flatten(1)
 
-    def __call__(self, cond: Tensor, action: Tensor, t: float | Tensor) -> Tensor:
-        """f(o, action (B, H, D), t) -> (B, H, D). Time is raw, in [0, 1], one number or one per sample."""
-        time = torch.as_tensor(t, dtype=action.dtype, device=action.device).expand(len(action))
+    def __call__(self, cond: Tensor, action: Tensor, t: float | Tensor, s: float | Tensor | None = None) -> Tensor:
+        """f(o, action (B, H, D), t) -> (B, H, D). Time is raw, one number or one per sample.
+
+        With s it is f(o, action, s, t), a function of the interval from s to t, as flow maps need; without, s = t.
+        """
+        def per_sample(time: float | Tensor) -> Tensor:
+            return torch.as_tensor(time, dtype=action.dtype, device=action.device).expand(len(action))
+
         if self.conditioning == "obs_as_global_cond":
             cond = cond.flatten(1)
-        return self.model(action, time, **{CONDITIONING[self.conditioning]: cond})
+        # Only networks that are asked for two times need to know of the second.
+        second = {} if s is None else {"start_time": per_sample(s)}
+        return self.model(action, per_sample(t), **{CONDITIONING[self.conditioning]: cond}, **second)
 
     def check_observation(self, obs: Any) -> None:
         """Raise ValueError unless obs is a float tensor (B, >=To, Do)."""

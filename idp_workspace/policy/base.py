@@ -59,7 +59,11 @@ class GeneratorPolicy(BaseLowdimPolicy):
             raise ValueError(f"the batch has action chunks of shape {tuple(batch['action'].shape[1:])}, the policy is built for "
                              f"({self.horizon}, {self.action_dim})")
         self.generator.check_observation(normalised["obs"])
-        return self.loss(self.generator.encode(normalised["obs"]), actions)
+        return self.loss_of(normalised["obs"], actions)
+
+    def loss_of(self, obs: Tensor, actions: Tensor) -> Tensor:
+        """The loss from normalised observations, for objectives to which the observation matters in more than one encoding."""
+        return self.loss(self.generator.encode(obs), actions)
 
     def set_progress(self, fraction: float) -> None:
         """Told by the training loop before each step: the share of training that is done, in [0, 1]."""

@@ -2,20 +2,82 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Mapping
 
 import torch
 from torch import Tensor
 
 from diffusion_policy.model.common.normalizer import LinearNormalizer
-from idp_workspace import geometry
-from idp_workspace.options import check_choices
+from idp_workspace import drifting, geometry
+from idp_workspace.options import check_choices, unknown_argument
 from idp_workspace.policy.base import GeneratorPolicy
 
 EMA_REFERENCE_RATE = 0.99
 
 #: Options that are handed to the geometry as they are.
 GEOMETRY = ("granularity", "self_neighbor", "tau", "topk", "center", "reference", "excess", "weights", "matrix", "rel_floor", "m_clip")
+
+
+#: Share of the weight that relaxed winner-takes-all gives to the samples that did not win, so that none is left without gradient.
+RELAXED_SHARE = 0.05
+
+#: The explicit field needs kernels as wide as the distance between modes to see more than one; the published ones are narrower.
+HOT_TEMPERATURES = (0.2, 0.5, 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """How the proposal is drawn and how its samples share the observation's one expert. The defaults are the paper's: one, from zero.
+
+        y_g = f(o, xi_g, 0),  g = 1..samples,    xi_g = 0 or ~ N(0, I)
+
+    A proposal that starts from zero is one point, the mean of the modes when experts disagree; so is one from noise if every sample
+    is pulled to every expert. `assign` says what takes the place of E(y) in the loss:
+
+        all            mean_g E(y_g)
+        wta            min_g E(y_g): only the nearest sample moves, the others stay free for other experts
+        relaxed_wta    0.95 on the nearest, 0.05 spread evenly over the others
+        drift          the explicit drifting loss of {y_g} with a* as positive, at `temperatures` (idp_workspace.drifting), which
+                       knows no geometry; the probe keeps it
+    """
+
+    noise: str = "zero"
+    samples: int = 1
+    assign: str = "all"
+    temperatures: tuple[float, ...] = HOT_TEMPERATURES      # of drift
+
+    def __post_init__(self):
+        object.__setattr__(self, "temperatures", tuple(float(tau) for tau in self.temperatures))
+        check_choices({"noise": self.noise, "assign": self.assign},
+                      {"noise": ("zero", "gaussian"), "assign": ("all", "wta", "relaxed_wta", "drift")})
+        drifting.check_switches(temperatures=self.temperatures)
+        if self.samples < 1:
+            raise ValueError(f"proposal.samples={self.samples} must be at least 1")
+        if self.noise == "zero" and self.samples > 1:
+            raise ValueError(f"proposal.samples={self.samples} with noise='zero' are copies of one sample: use noise='gaussian'")
+
+    @classmethod
+    def of(cls, value: Proposal | Mapping[str, Any]) -> Proposal:
+        """From a mapping, such as a section of a configuration; a Proposal is returned as it is."""
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise TypeError(f"proposal must be a section such as {{noise: gaussian, samples: 8, assign: wta}}, got {value!r}")
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in value:
+            if name not in names:
+                raise unknown_argument(str(name), names, "proposal")
+        return cls(**value)
+
+
+def assignment(energy: Tensor, assign: str) -> Tensor:
+    """Weights (B, G), rows summing to one and without gradient, of samples with energies (B, G)."""
+    count = energy.shape[1]
+    if assign == "all" or count == 1:
+        return torch.full_like(energy, 1 / count, requires_grad=False)
+    others = RELAXED_SHARE if assign == "relaxed_wta" else 0.0
+    weights = torch.full_like(energy, others / (count - 1), requires_grad=False)
+    return weights.scatter_(1, energy.detach().argmin(dim=1, keepdim=True), 1 - others)
 
 
 def paper_lambda(t_star: float) -> float:
@@ -45,7 +107,7 @@ class IDPPolicy(GeneratorPolicy):
 
     in the scaling of MIP: sum over action dimensions, mean over batch and horizon, residuals divided by t* and 1 - t*, times
     loss_scale. With geometry: false (m = 0) it is MIP's training loss. It acts with one network call, y, or with `nfe: 2` calls,
-    f(o, y, t*).
+    f(o, y, t*). Going past the paper, `proposal` draws several samples from noise instead (see Proposal), and acting then draws one.
     """
 
     @dataclasses.dataclass(frozen=True)
@@ -73,8 +135,10 @@ class IDPPolicy(GeneratorPolicy):
         matrix: str = "diag"
         rel_floor: float = 0.0
         m_clip: float | None = None
+        proposal: Proposal = Proposal()         # or a mapping with its fields
 
         def __post_init__(self):
+            object.__setattr__(self, "proposal", Proposal.of(self.proposal))
             check_choices({"lambda_schedule": self.lambda_schedule}, {"lambda_schedule": ("constant", "ramp")})
             geometry.check_switches(**{name: getattr(self, name) for name in GEOMETRY})
             if not 0 < self.t_star < 1:
@@ -127,14 +191,36 @@ class IDPPolicy(GeneratorPolicy):
     def loss(self, cond: Tensor, actions: Tensor) -> Tensor:
         o = self.options
         m = self.excess(cond, actions)
-        y = self.generator(cond, self.zeros(len(actions)), 0.0)
-        loss = potential((y - actions) / o.t_star, m)
+        loss = self.proposal_loss(cond, actions, m)
         # The divisors t* and 1 - t* already hold the paper's lambda_prox; another value enters as its share of that one.
         share = self.current_lambda() / paper_lambda(o.t_star)
         if share:
             z = self.generator(cond, actions + (1 - o.t_star) * torch.randn_like(actions), o.t_star)
             loss = loss + share * potential((z - actions) / (1 - o.t_star), m if o.geometry_on_probe else None)
         return o.loss_scale * loss.mean()
+
+    def start(self, count: int) -> Tensor:
+        """What the proposal starts from, (count, H, D)."""
+        zeros = self.zeros(count)
+        return torch.randn_like(zeros) if self.options.proposal.noise == "gaussian" else zeros
+
+    def proposal_loss(self, cond: Tensor, actions: Tensor, m: Tensor | None) -> Tensor:
+        """2 E(y) / t*^2 at each step (B, H) for the paper's one sample, what `proposal.assign` makes of several, or drift's scalar."""
+        o, p = self.options, self.options.proposal
+        batch, horizon, dim = actions.shape
+        if p.samples > 1:
+            cond = cond.repeat_interleave(p.samples, dim=0)
+        y = self.generator(cond, self.start(batch * p.samples), 0.0)
+        if p.assign == "drift":
+            # One field per chunk step, as in the Naive Drifting baseline: (H, B, G, D) and (H, B, 1, D).
+            samples = y.view(batch, p.samples, horizon, dim).permute(2, 0, 1, 3)
+            return drifting.drifting_loss(samples, actions[:, None].permute(2, 0, 1, 3), temperatures=p.temperatures)
+        if p.samples == 1:
+            return potential((y - actions) / o.t_star, m)
+        if m is not None:
+            m = m.repeat_interleave(p.samples, dim=0)
+        energy = potential((y - actions.repeat_interleave(p.samples, dim=0)) / o.t_star, m).view(batch, p.samples, horizon)
+        return (assignment(energy.mean(-1), p.assign).unsqueeze(-1) * energy).sum(dim=1)
 
     @torch.no_grad()
     def _update_reference(self, actions: Tensor) -> None:
@@ -173,7 +259,7 @@ class IDPPolicy(GeneratorPolicy):
     # ------------------------------------------------------------------ acting
     def sample(self, cond: Tensor, batch: int) -> Tensor:
         check_nfe(self.nfe)
-        y = self.generator(cond, self.zeros(batch), 0.0)
+        y = self.generator(cond, self.start(batch), 0.0)
         return y if self.nfe == 1 else self.generator(cond, y, self.options.t_star)
 
 

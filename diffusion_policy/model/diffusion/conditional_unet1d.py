@@ -6,7 +6,7 @@ from torch import nn
 
 from diffusion_policy.common.errors import ConfigError
 from diffusion_policy.model.diffusion.conv1d_components import Conv1dBlock, Downsample1d, Upsample1d
-from diffusion_policy.model.diffusion.positional_embedding import SinusoidalPosEmb, expand_timestep
+from diffusion_policy.model.diffusion.positional_embedding import SinusoidalPosEmb, expand_timestep, stack_times
 
 
 class ConditionalResidualBlock1D(nn.Module):
@@ -89,17 +89,18 @@ class ConditionalUnet1D(nn.Module):
         self.final_conv = final_conv
 
     def forward(self, sample: torch.Tensor, timestep, local_cond: torch.Tensor | None = None,
-                global_cond: torch.Tensor | None = None, **kwargs) -> torch.Tensor:
-        """Predict from a noisy sequence.
+                global_cond: torch.Tensor | None = None, start_time=None, **kwargs) -> torch.Tensor:
+        """Predict from a noisy sequence; `start_time` is given by objectives with two times, f(x, s, t).
 
-        sample: (B, T, input_dim); timestep: number, 0-d or (B,); local_cond: (B, T, local_cond_dim);
+        sample: (B, T, input_dim); timestep, start_time: number, 0-d or (B,); local_cond: (B, T, local_cond_dim);
         global_cond: (B, global_cond_dim) -> (B, T, input_dim).
         """
-        return self.denoise(sample, expand_timestep(timestep, sample), local_cond, global_cond)
+        time = expand_timestep(timestep, sample) if start_time is None else stack_times(timestep, start_time, sample)
+        return self.denoise(sample, time, local_cond, global_cond)
 
     def denoise(self, sample: torch.Tensor, time: torch.Tensor, local_cond: torch.Tensor | None,
                 global_cond: torch.Tensor | None) -> torch.Tensor:
-        """As `forward`, with `time` in the form that the step encoder takes: (B,) here."""
+        """As `forward`, with `time` in the form that the step encoder takes: (B,), or (B, 2) = (s, t)."""
         divisor = 2 ** (len(self.down_modules) - 1)
         if sample.shape[1] % divisor:
             raise ConfigError(

@@ -10,7 +10,7 @@ from torch import nn
 
 from diffusion_policy.common.errors import ConfigError
 from diffusion_policy.model.diffusion.conditional_unet1d import ConditionalUnet1D
-from diffusion_policy.model.diffusion.positional_embedding import expand_timestep
+from diffusion_policy.model.diffusion.positional_embedding import stack_times
 from diffusion_policy.model.diffusion.transformer_for_diffusion import TransformerForDiffusion
 
 
@@ -44,13 +44,6 @@ class TwoTimeEmbedding(nn.Module):
         """times: (B, 2) = (s, t) -> (B, dim)."""
         angles = times[..., None] * self.frequencies  # (B, 2, dim / 4)
         return torch.cat([angles.cos(), angles.sin()], dim=-1).flatten(1)
-
-
-def stack_times(timestep, start_time, sample: torch.Tensor) -> torch.Tensor:
-    """(s, t) as (B, 2); s = t where `start_time` is None."""
-    end = expand_timestep(timestep, sample)
-    start = end if start_time is None else expand_timestep(start_time, sample)
-    return torch.stack([start, end], dim=-1)
 
 
 class ChiTransformer(TransformerForDiffusion):

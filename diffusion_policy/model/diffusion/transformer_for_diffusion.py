@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from diffusion_policy.common.errors import ConfigError
 from diffusion_policy.model.common.module_attr_mixin import ModuleAttrMixin
-from diffusion_policy.model.diffusion.positional_embedding import SinusoidalPosEmb, expand_timestep
+from diffusion_policy.model.diffusion.positional_embedding import SinusoidalPosEmb, expand_timestep, stack_times
 
 
 class MultiHeadAttention(nn.Module):
@@ -174,15 +174,16 @@ class TransformerForDiffusion(ModuleAttrMixin):
                              betas: tuple[float, float] = (0.9, 0.95)) -> torch.optim.AdamW:
         return torch.optim.AdamW(self.get_optim_groups(weight_decay), lr=learning_rate, betas=tuple(betas))
 
-    def forward(self, sample: torch.Tensor, timestep, cond: torch.Tensor | None = None, **kwargs) -> torch.Tensor:
-        """Predict from a noisy sequence.
+    def forward(self, sample: torch.Tensor, timestep, cond: torch.Tensor | None = None, start_time=None, **kwargs) -> torch.Tensor:
+        """Predict from a noisy sequence; `start_time` is given by objectives with two times, f(x, s, t).
 
-        sample: (B, T, input_dim); timestep: number, 0-d or (B,); cond: (B, To, cond_dim) -> (B, T, output_dim).
+        sample: (B, T, input_dim); timestep, start_time: number, 0-d or (B,); cond: (B, To, cond_dim) -> (B, T, output_dim).
         """
-        return self.denoise(sample, expand_timestep(timestep, sample), cond)
+        time = expand_timestep(timestep, sample) if start_time is None else stack_times(timestep, start_time, sample)
+        return self.denoise(sample, time, cond)
 
     def denoise(self, sample: torch.Tensor, time: torch.Tensor, cond: torch.Tensor | None) -> torch.Tensor:
-        """As `forward`, with `time` in the form that `time_emb` takes: (B,) here."""
+        """As `forward`, with `time` in the form that `time_emb` takes: (B,), or (B, 2) = (s, t)."""
         n_step = sample.shape[1]
         if n_step > self.horizon or (self.mask is not None and n_step != self.horizon):
             raise ConfigError(f"The sequence has {n_step} steps, but this transformer was built for horizon {self.horizon}.")

@@ -1,0 +1,314 @@
+"""Do the objectives cover the modes of experts who disagree? A toy with two of them.
+
+The observation is one number o ~ U(-1, 1); the expert does m(o) or -m(o), half and half:
+
+    m(o) = (0.6 + 0.2 sin(pi o), 0.4 cos(pi o))        in normalised actions, |m| between 0.4 and 0.8
+
+The mean of the experts is zero, which neither of them ever does. A sample is valid within 0.1 (Euclidean distance) of +m or -m.
+Every method trains the same small network on the same number of batches. Each run is one JSON file, which is kept: an interrupted
+command goes on where it stopped, and the table and the figure are made of the runs that it was asked for.
+"""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import pathlib
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import idp_workspace.policy
+from benchmarks.__main__ import machine
+from diffusion_policy.common.checkpoint_io import write_atomically
+from diffusion_policy.model.common.normalizer import LinearNormalizer
+from diffusion_policy.model.diffusion.mip_networks import ResidualMLP, StateEncoder
+from idp_workspace.policy.base import GeneratorPolicy
+
+TOLERANCE = 0.1
+STEPS = 1000
+TRAINING = {"batch": 128, "learning_rate": 1e-3, "schedule": "cosine to 0", "width": 64, "blocks": 2, "grad_clip": 10.0}
+EVALUATED = 4000        # samples, one per observation
+PLOTTED = 500
+HOT = (0.2, 0.5, 1.0)
+# Times of the diffusion objectives, 0..99 and 250 ln(sigma), in a range that the sines of a small MLP can resolve.
+DDPM_TIME, EDM_TIME = 0.01, 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A policy class by name, its options, and with how many network calls it is asked to act (empty: as it does by itself)."""
+
+    label: str
+    policy: str
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    nfe: tuple[int, ...] = ()
+    teacher: str | None = None
+
+
+def proposal(assign: str) -> dict[str, Any]:
+    return {"proposal": {"noise": "gaussian", "samples": 8, "assign": assign}}
+
+
+METHODS = {
+    # one point per observation
+    "regression_like": Method("IDP, no probe, m = 0", "IDPPolicy", {"lambda_prox": 0.0, "geometry": False}),
+    "regression": Method("regression", "RegressionPolicy"),
+    "idp": Method("IDP", "IDPPolicy", nfe=(1, 2)),
+    "idp_m0": Method("IDP, m = 0", "IDPPolicy", {"geometry": False}, (1, 2)),
+    "mip": Method("MIP", "MIPPolicy", nfe=(1, 2)),
+    "tsd": Method("two-step denoising", "TSDPolicy", nfe=(1, 2)),
+    "straight_flow": Method("straight flow", "StraightFlowPolicy"),
+    # IDP with several proposals
+    "idp_noise_all": Method("IDP, 8 proposals: all", "IDPPolicy", proposal("all"), (1, 2)),
+    "idp_noise_wta": Method("IDP, 8 proposals: wta", "IDPPolicy", proposal("wta"), (1, 2)),
+    "idp_noise_relaxed_wta": Method("IDP, 8 proposals: relaxed wta", "IDPPolicy", proposal("relaxed_wta"), (1, 2)),
+    "idp_noise_drift": Method("IDP, 8 proposals: drift", "IDPPolicy", proposal("drift"), (1, 2)),
+    # the explicit field
+    "naive_drifting": Method("drifting, as published", "NaiveDriftingPolicy"),
+    "drifting_hot": Method("drifting, hot", "NaiveDriftingPolicy", {"temperatures": HOT}),
+    "drifting_no_floor": Method("drifting, no affinity floor", "NaiveDriftingPolicy", {"affinity_floor": 0.0}),
+    "drifting_knn": Method("drifting, 8 nearest experts", "NaiveDriftingPolicy", {"positives": "knn", "knn_k": 8}),
+    "drifting_weighted": Method("drifting, weighted experts", "NaiveDriftingPolicy", {"positives": "weighted"}),
+    "drifting_weighted_sharp": Method("drifting, weighted, tau 0.1", "NaiveDriftingPolicy", {"positives": "weighted", "tau": 0.1}),
+    "drifting_weighted_top8": Method("drifting, weighted, top 8", "NaiveDriftingPolicy", {"positives": "weighted", "topk": 8}),
+    # flows and diffusion
+    "flow": Method("flow matching from noise", "FlowMatchingPolicy", {"start": "gaussian"}, (1, 2, 9)),
+    "flow_zero": Method("flow matching from zero", "FlowMatchingPolicy", {"start": "zero"}, (1, 9)),
+    "flow_policy": Method("FlowPolicy", "ConsistencyFlowPolicy", nfe=(1, 2)),
+    "mean_flow": Method("MeanFlow", "MeanFlowPolicy"),
+    "ofp": Method("OFP", "OFPPolicy"),
+    "diffusion": Method("DDPM", "DDPMPolicy", {"time_scale": DDPM_TIME}),
+    "edm_teacher": Method("EDM", "EDMTeacherPolicy", {"time_scale": EDM_TIME}),
+    "consistency_training": Method("consistency training", "ConsistencyTrainingPolicy", {"time_scale": EDM_TIME}, (1, 2)),
+    "consistency": Method("Consistency Policy", "ConsistencyPolicy", {"time_scale": EDM_TIME}, (1, 2), teacher="edm_teacher"),
+    "onedp": Method("OneDP", "OneStepDiffusionPolicy", {"time_scale": DDPM_TIME}, teacher="diffusion"),
+}
+
+
+# ---------------------------------------------------------------------- the task
+def modes(obs: Tensor) -> Tensor:
+    """m(o) (B, 1, 2) for observations (B, 1, 1); the other mode is -m(o)."""
+    return torch.cat([0.6 + 0.2 * torch.sin(math.pi * obs), 0.4 * torch.cos(math.pi * obs)], dim=-1)
+
+
+def demonstrations(count: int) -> dict[str, Tensor]:
+    obs = torch.rand(count, 1, 1) * 2 - 1
+    sign = torch.randint(0, 2, (count, 1, 1)) * 2 - 1
+    return {"obs": obs, "action": sign * modes(obs)}
+
+
+# ---------------------------------------------------------------------- training
+def available() -> list[str]:
+    return [name for name, method in METHODS.items() if hasattr(idp_workspace.policy, method.policy)]
+
+
+def build(method: Method) -> GeneratorPolicy:
+    width = TRAINING["width"]
+    options = dict(method.options)
+    if method.policy in ("DDPMPolicy", "OneStepDiffusionPolicy"):
+        from diffusers import DDPMScheduler
+        options["noise_scheduler"] = DDPMScheduler(100, beta_schedule="squaredcos_cap_v2", variance_type="fixed_small", clip_sample=True)
+    return getattr(idp_workspace.policy, method.policy)(
+        horizon=1, obs_dim=1, action_dim=2, n_obs_steps=1, n_action_steps=1, obs_as_cond=True,
+        model=ResidualMLP(2, 2, 1, 1, n_layer=TRAINING["blocks"], n_emb=width, p_drop=0.0), obs_encoder=StateEncoder(1, 1, width), **options)
+
+
+def train(method: Method, steps: int, seed: int) -> GeneratorPolicy:
+    """A policy of the method, trained; its teacher, where it has one, is trained first in the same way."""
+    teacher = train(METHODS[method.teacher], steps, seed) if method.teacher else None
+    torch.manual_seed(seed)
+    policy = build(method)
+    normalizer = LinearNormalizer()
+    normalizer.fit({"obs": torch.tensor([[-1.0], [1.0]]), "action": torch.tensor([[-1.0, -1.0], [1.0, 1.0]])})     # changes nothing
+    if teacher is None:
+        policy.set_normalizer(normalizer)
+    else:       # what set_normalizer does with a teacher's checkpoint
+        policy._teacher = (teacher.eval().requires_grad_(False),)
+        GeneratorPolicy.set_normalizer(policy, normalizer)
+        policy.take_over(teacher)
+    parameters = [p for p in policy.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=TRAINING["learning_rate"], betas=(0.9, 0.95), weight_decay=1e-5)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for step in range(steps):
+        policy.set_progress(step / steps)
+        policy.compute_loss(demonstrations(TRAINING["batch"])).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, TRAINING["grad_clip"])
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return policy.eval()
+
+
+# ---------------------------------------------------------------------- measuring
+def evaluate(policy: GeneratorPolicy, nfe: int | None = None, count: int = EVALUATED) -> tuple[dict[str, float], Tensor, Tensor]:
+    """The numbers of one row, and the observations (count,) and actions (count, 2) they are of.
+
+    valid: share of samples within TOLERANCE of a mode; plus: share of +m among these; at_mean: share within TOLERANCE of zero.
+    """
+    if nfe is not None:
+        policy.nfe = nfe
+    calls = []
+    hook = policy.model.register_forward_hook(lambda *_: calls.append(1))
+    obs = torch.linspace(-1, 1, count)[:, None, None]
+    action = policy.predict_action({"obs": obs})["action_pred"]
+    hook.remove()
+    near = lambda point: (action - point).flatten(1).norm(dim=1) <= TOLERANCE
+    plus, minus = near(modes(obs)), near(-modes(obs))
+    valid = (plus | minus).sum().item()
+    numbers = {"nfe": len(calls), "valid": valid / count, "plus": plus.sum().item() / valid if valid else None,
+               "at_mean": near(torch.zeros(2)).float().mean().item()}
+    return numbers, obs.flatten(), action[:, 0]
+
+
+def run(name: str, steps: int, seed: int, folder: pathlib.Path) -> dict[str, Any]:
+    """The record of one method and seed: read, if it was made with the same settings, or else made and written."""
+    method = METHODS[name]
+    settings = {"steps": steps, **TRAINING, "policy": method.policy, "options": json.loads(json.dumps(method.options)), "teacher": method.teacher}
+    path = folder / f"{name}_seed{seed}.json"
+    if path.exists():
+        record = json.loads(path.read_text())
+        if record["settings"] == settings:
+            return record
+    started = time.process_time()
+    policy = train(method, steps, seed)
+    seconds = time.process_time() - started
+    rows = []
+    for nfe in method.nfe or (None,):
+        torch.manual_seed(seed)
+        numbers, obs, action = evaluate(policy, nfe)
+        shown = slice(None, None, EVALUATED // PLOTTED)
+        rows.append({**numbers, "points": [[round(o, 3), round(a, 3)] for o, a in zip(obs[shown].tolist(), action[shown, 0].tolist())]})
+    record = {"method": name, "label": method.label, "seed": seed, "settings": settings, "cpu_seconds": round(seconds, 1), "rows": rows}
+    write_atomically(path, lambda file: file.write((json.dumps(record) + "\n").encode()))
+    return record
+
+
+# ---------------------------------------------------------------------- reporting
+def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per method and number of calls: means over seeds, the range of the valid share."""
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for record in records:
+        for row in record["rows"]:
+            groups.setdefault((record["method"], row["nfe"]), []).append(row)
+    rows = []
+    for (name, nfe), members in groups.items():
+        valid, plus = [m["valid"] for m in members], [m["plus"] for m in members if m["plus"] is not None]
+        rows.append({"method": name, "label": METHODS[name].label, "nfe": nfe, "seeds": len(members), "valid": sum(valid) / len(valid),
+                     "valid_range": [min(valid), max(valid)], "plus": sum(plus) / len(plus) if plus else None,
+                     "at_mean": sum(m["at_mean"] for m in members) / len(members)})
+    order = list(METHODS)
+    return sorted(rows, key=lambda row: (order.index(row["method"]), row["nfe"]))
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.0f} %" if value == 0 or value >= 0.01 else "< 1 %"
+
+
+def shares(row: dict[str, Any]) -> str:
+    """Shares of +m and -m among the valid samples; nothing where these are too few to divide."""
+    return "" if row["plus"] is None or row["valid"] < 0.01 else f"{100 * row['plus']:.0f} / {100 * (1 - row['plus']):.0f}"
+
+
+def markdown(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
+    seeds = max(row["seeds"] for row in rows)
+    lines = ["| method | name | NFE | valid | +m / -m | at the mean |", "|---|---|---:|---:|---:|---:|"]
+    for row in rows:
+        spread = f" ({percent(row['valid_range'][0])} to {percent(row['valid_range'][1])})" if row["seeds"] > 1 else ""
+        lines.append(f"| {row['label']} | `{row['method']}` | {row['nfe']} | {percent(row['valid'])}{spread} | {shares(row)} | {percent(row['at_mean'])} |")
+    versions = ", ".join(f"{name} {about['versions'][name]}" for name in ("python", "torch", "diffusers"))
+    return "\n".join([
+        "# Two modes, one observation", "",
+        "Experts do m(o) or -m(o), half and half, with m(o) = (0.6 + 0.2 sin(pi o), 0.4 cos(pi o)) and o uniform on [-1, 1]. In these",
+        "normalised actions the modes are 0.8 to 1.6 apart and their mean is zero.", "",
+        f"- valid: share of {EVALUATED} samples, at evenly spaced o, within {TOLERANCE} (Euclidean distance) of a mode",
+        "- +m / -m: shares of the two modes among the valid samples", f"- at the mean: share of samples within {TOLERANCE} of zero",
+        "- NFE: network calls per action, counted", "", *lines, "", "![samples](toy.png)", "",
+        f"Made with `{about['command']}`: {seeds} seed{'s' if seeds > 1 else ''}, {about['steps']} steps of {TRAINING['batch']}",
+        f"observations, AdamW {TRAINING['learning_rate']:g} with cosine decay, a residual MLP of {TRAINING['blocks']} blocks of width {TRAINING['width']}; methods with several samples",
+        "per observation draw 8. A teacher is trained for as many steps before its student. One step budget and one learning rate for",
+        f"all: a low share says what a method does here, not what it could do when tuned. {'One seed says nothing of the spread. ' if seeds == 1 else ''}{versions}.", "",
+        "`runs/` holds one file per method and seed; delete one to make it again. `toy.json` is the table as data.", ""])
+
+
+def figure(records: list[dict[str, Any]], path: pathlib.Path) -> None:
+    """The first action coordinate of samples against o, a panel a method (its first seed and fewest calls)."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    order = list(METHODS)
+    first = {record["method"]: record for record in sorted(records, key=lambda r: -r["seed"])}
+    chosen = sorted(first.values(), key=lambda r: order.index(r["method"]))
+    columns = 6
+    lines = math.ceil(len(chosen) / columns)
+    fig, axes = plt.subplots(lines, columns, figsize=(2.5 * columns, 2.25 * lines + 0.7), sharex=True, sharey=True, squeeze=False)
+    grid = torch.linspace(-1, 1, 200)
+    curve = modes(grid[:, None, None])[:, 0, 0]
+    for axis, record in zip(axes.flat, chosen):
+        row = record["rows"][0]
+        for sign in (1, -1):
+            axis.plot(grid, sign * curve, color="0.72", linewidth=5, solid_capstyle="butt", zorder=1)
+        axis.scatter(*zip(*row["points"]), s=2.2, color="#1f5fa8" if row["valid"] >= 0.01 else "#c8452f", linewidths=0, zorder=2)
+        axis.set_title(record["label"], fontsize=9, pad=15)
+        text = [f"NFE {r['nfe']}: {percent(r['valid'])}" for r in record["rows"]]
+        axis.text(0.5, 1.03, ",  ".join(text), transform=axis.transAxes, ha="center", va="bottom", fontsize=7, color="0.35")
+        axis.set(xlim=(-1, 1), ylim=(-1.05, 1.05), xticks=(-1, 0, 1), yticks=(-1, 0, 1))
+        axis.tick_params(labelsize=7, length=2)
+        axis.spines[["top", "right"]].set_visible(False)
+    for number, axis in enumerate(axes.flat):
+        axis.set_visible(number < len(chosen))
+        if number < len(chosen) <= number + columns:        # the lowest panel of its column
+            axis.tick_params(labelbottom=True)
+            axis.set_xlabel("observation o", fontsize=8)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("action, first coordinate", fontsize=8)
+    fig.suptitle("Samples (points, at the fewest calls) of experts that do either of two things (grey); share of valid samples by number of "
+                 "network calls.\nBlue: reaches the modes. Red: fewer than 1 % of the samples are valid.", fontsize=10, y=1 - 0.08 / fig.get_figheight(), va="top")
+    fig.tight_layout(rect=(0, 0, 1, 1 - 0.45 / fig.get_figheight()), h_pad=1.4, w_pad=1.0)
+    fig.savefig(path, dpi=110)
+    plt.close(fig)
+
+
+def report(records: list[dict[str, Any]], output: pathlib.Path, about: dict[str, Any]) -> str:
+    rows = summarise(records)
+    text = markdown(rows, about)
+    data = json.dumps({**about, "training": TRAINING, "tolerance": TOLERANCE, "rows": rows}, indent=1) + "\n"
+    write_atomically(output / "toy.json", lambda file: file.write(data.encode()))
+    write_atomically(output / "README.md", lambda file: file.write(text.encode()))
+    figure(records, output / "toy.png")
+    return text
+
+
+def main(argv: list[str] | None = None) -> None:
+    listing = "\n".join(f"  {name:<24} {METHODS[name].label}" for name in available())
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.toy", description=f"{__doc__}\nmethods:\n{listing}",
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", metavar="name", default=available(), help="all without a name")
+    parser.add_argument("--steps", type=int, default=STEPS, help="training steps (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=1, help="runs per method, with seeds 0, 1, ... (default: %(default)s)")
+    parser.add_argument("--output", default="results/toy", help="folder (default: %(default)s)")
+    arguments = parser.parse_args(argv)
+    unknown = [name for name in arguments.methods if name not in available()]
+    if unknown:
+        parser.error(f"there is no method {', '.join(unknown)}; there are: {', '.join(available())}")
+    if arguments.steps < 1 or arguments.seeds < 1:
+        parser.error("--steps and --seeds must be at least 1")
+
+    output = pathlib.Path(arguments.output)
+    about = {"command": " ".join(["python -m benchmarks.toy", *(sys.argv[1:] if argv is None else argv)]), "steps": arguments.steps, **machine()}
+    records = []
+    for name in arguments.methods:
+        for seed in range(arguments.seeds):
+            records.append(run(name, arguments.steps, seed, output / "runs"))
+            for row in records[-1]["rows"]:
+                print(f"{name:<24} seed {seed}  NFE {row['nfe']:<4} valid {percent(row['valid']):>6}  +m/-m {shares(row):>8}", file=sys.stderr, flush=True)
+    print(report(records, output, about))
+
+
+if __name__ == "__main__":
+    main()

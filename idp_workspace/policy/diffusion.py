@@ -1,0 +1,76 @@
+"""Diffusion Policy's objective on a shared generator."""
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from idp_workspace.policy.base import GeneratorPolicy
+
+
+class DDPMPolicy(GeneratorPolicy):
+    """Denoising diffusion, with a scheduler of `diffusers`:
+
+        x_k = sqrt(abar_k) a* + sqrt(1 - abar_k) eps,    k ~ U{0 .. K-1}
+        L = mean |f(o, x_k, k) - target|^2,    target = eps or a*, as the scheduler's prediction_type says
+        act: from N(0, I), `nfe` steps of the scheduler
+
+    The network is given the integer step, as in Diffusion Policy, times `time_scale`. The scheduler is a plain attribute: replace it
+    (DDPM by DDIM, for example) to act with fewer calls without training anew. `num_inference_steps` is another name of `nfe`.
+    """
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        noise_scheduler: Any = None
+        num_inference_steps: int | None = None      # null: as many as in training
+        time_scale: float = 1.0
+
+        def __post_init__(self):
+            if self.noise_scheduler is None:
+                raise TypeError("DDPMPolicy needs a noise_scheduler, such as diffusers' DDPMScheduler")
+
+    def __init__(self, **arguments: Any):
+        super().__init__(**arguments)
+        self.noise_scheduler = self.options.noise_scheduler
+        steps = self.options.num_inference_steps
+        self.num_inference_steps = self.train_steps if steps is None else steps
+        self.check()
+
+    @property
+    def train_steps(self) -> int:
+        return self.noise_scheduler.config.num_train_timesteps
+
+    @property
+    def nfe(self) -> int:
+        return self.num_inference_steps
+
+    @nfe.setter
+    def nfe(self, steps: int) -> None:
+        self.num_inference_steps = steps
+
+    def check(self) -> None:
+        """Raise ValueError unless the scheduler, which may have been replaced, and the number of steps can be used."""
+        kind = self.noise_scheduler.config.prediction_type
+        if kind not in ("epsilon", "sample"):
+            raise ValueError(f"prediction_type={kind!r} of the noise scheduler is not one of epsilon, sample")
+        if not 1 <= self.nfe <= self.train_steps:
+            raise ValueError(f"nfe={self.nfe}: the noise scheduler can take 1 to {self.train_steps} steps")
+
+    def loss(self, cond: Tensor, actions: Tensor) -> Tensor:
+        noise = torch.randn_like(actions)
+        step = torch.randint(0, self.train_steps, (len(actions),), device=actions.device)
+        noisy = self.noise_scheduler.add_noise(actions, noise, step)
+        prediction = self.generator(cond, noisy, self.options.time_scale * step)
+        target = noise if self.noise_scheduler.config.prediction_type == "epsilon" else actions
+        return F.mse_loss(prediction, target)
+
+    def sample(self, cond: Tensor, batch: int) -> Tensor:
+        self.check()
+        x = torch.randn_like(self.zeros(batch))
+        self.noise_scheduler.set_timesteps(self.nfe)
+        for step in self.noise_scheduler.timesteps:
+            x = self.noise_scheduler.step(self.generator(cond, x, self.options.time_scale * step), step, x).prev_sample
+        return x

@@ -1,0 +1,115 @@
+"""MeanFlow for policies (MP1)."""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from idp_workspace.flows import adaptive_weight, broadcast, flow_steps, generator_jvp, interpolate, logit_normal_times
+from idp_workspace.policy.base import GeneratorPolicy
+
+
+class MeanFlowPolicy(GeneratorPolicy):
+    """The generator is the average velocity u(x, s, t) of the flow over the interval from s to t.
+
+        (t - s) u(x_s, s, t) = int_s^t v dt'    differentiated along the flow:    u = v + (t - s) du/ds,   du/ds = (du/dx) v + (du/ds)
+        x_s = (1 - s) eps + s a,   v = a - eps,   v~ = w v + (1 - w) sg u(x_s, s, s)
+        target = sg[v~ + (t - s) JVP(u; (x_s, s, t), (v~, 1, 0))]
+        L = mean_i  sg[(d2_i + c)^-p] d2_i,   d2_i = mean over the chunk of (u - target)^2
+
+    Times are this project's: noise at 0, data at 1. MeanFlow's own run the other way and name the end nearer the noise t and the
+    other r: t_MF = 1 - s, r_MF = 1 - t, and its velocity has the other sign. Two logit-normal draws are the ends of the interval;
+    a share `flow_ratio` of the batch has s = t, where the target is v~ alone.
+
+    `dispersive` > 0 adds MP1's term that spreads the features z of the backbone's blocks, all but the last, over the batch:
+    dispersive * sum_blocks log mean_ij exp(-|z_i - z_j|^2 / max_ij |z_i - z_j|^2). It acts with one call, eps + u(eps, 0, 1).
+    """
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        time_mean: float = -0.4         # of the logit of MeanFlow's times
+        time_std: float = 1.0
+        flow_ratio: float = 0.5         # MeanFlow for images: 0.75
+        guidance: float = 2.0           # w; 1 is the velocity itself
+        adaptive_p: float = 0.5         # MeanFlow for images: 1
+        dispersive: float = 0.5         # 0: without ("MP")
+        time_scale: float = 1.0         # the network is told both times multiplied by this; see average_velocity
+
+        def __post_init__(self):
+            if not 0 <= self.flow_ratio <= 1 or self.time_std <= 0 or self.dispersive < 0:
+                raise ValueError(f"flow_ratio={self.flow_ratio} must be in [0, 1], time_std={self.time_std} positive and "
+                                 f"dispersive={self.dispersive} not negative")
+
+    def draw_interval(self, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Start s and end t >= s (B,); the first flow_ratio of the batch has t = s."""
+        o = self.options
+        first, second = (1 - logit_normal_times(len(actions), o.time_mean, o.time_std, like=actions) for _ in range(2))
+        s, t = torch.minimum(first, second), torch.maximum(first, second)
+        equal = torch.arange(len(s), device=s.device) < round(o.flow_ratio * len(s))
+        return s, torch.where(equal, s, t)
+
+    def average_velocity(self, cond: Tensor, x: Tensor, s: float | Tensor, t: float | Tensor) -> Tensor:
+        """u(x, s, t). The loss differentiates in s: a network whose time features are fast needs slower times to be smooth in it."""
+        c = self.options.time_scale
+        return self.generator(cond, x, c * t, s=c * s)
+
+    @torch.no_grad()
+    def target(self, cond: Tensor, x: Tensor, velocity: Tensor, s: Tensor, t: Tensor) -> Tensor:
+        w, c = self.options.guidance, self.options.time_scale
+        if w != 1:
+            velocity = w * velocity + (1 - w) * self.average_velocity(cond, x, s, s)
+        _, slope = generator_jvp(self.generator, cond, (x, c * s, c * t), (velocity, torch.full_like(s, c), torch.zeros_like(t)))
+        return velocity + broadcast(t - s, x) * slope
+
+    def loss(self, cond: Tensor, actions: Tensor) -> Tensor:
+        o = self.options
+        s, t = self.draw_interval(actions)
+        x, velocity = interpolate(torch.randn_like(actions), actions, s)
+        # Apart from the JVP, which needs no gradient: the blocks' features could not leave forward-mode differentiation.
+        target = self.target(cond, x, velocity, s, t)
+        with block_features(self.model, record=o.dispersive > 0) as features:
+            u = self.average_velocity(cond, x, s, t)
+        error = (u - target).square().mean(dim=(1, 2))
+        loss = (adaptive_weight(error, o.adaptive_p) * error).mean()
+        return loss + o.dispersive * sum(dispersion(z) for z in features)
+
+    def sample(self, cond: Tensor, batch: int) -> Tensor:
+        return flow_steps(lambda x, s, t: self.average_velocity(cond, x, s, t), torch.randn_like(self.zeros(batch)), 1)
+
+
+def dispersion(z: Tensor) -> Tensor:
+    """log mean_ij exp(-d_ij / max d), d_ij = |z_i - z_j|^2, of features (B, ...): 0 when all are equal, lower the more they spread."""
+    z = z.flatten(1)
+    norms = z.square().sum(1)
+    distance = (norms[:, None] + norms - 2 * z @ z.T).clamp(min=0)
+    return torch.exp(-distance / distance.max().clamp(min=1e-12)).mean().log()
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a backbone whose outputs are its features: a UNet's levels on the way down, a transformer's or an MLP's layers."""
+    found: list[nn.Module] = []
+    stack = getattr(model, "decoder", None) or getattr(model, "encoder", None)
+    if hasattr(model, "down_modules"):
+        found = [level[1] for level in model.down_modules]      # the second residual block, before the resolution is halved
+    elif hasattr(stack, "layers"):
+        found = list(stack.layers)
+    elif isinstance(getattr(model, "net", None), nn.Sequential):
+        found = [layer for layer in model.net if isinstance(layer, nn.Sequential)]
+    if not found:
+        raise ValueError(f"the dispersive term does not know the blocks of {type(model).__name__}: set policy.dispersive=0")
+    return found
+
+
+@contextlib.contextmanager
+def block_features(model: nn.Module, record: bool = True) -> Iterator[list[Tensor]]:
+    """A list that the outputs of all blocks but the last are appended to while the model runs inside; empty if not `record`."""
+    features: list[Tensor] = []
+    handles = [block.register_forward_hook(lambda module, args, out: features.append(out)) for block in blocks(model)[:-1]] if record else []
+    try:
+        yield features
+    finally:
+        for handle in handles:
+            handle.remove()
