@@ -41,8 +41,12 @@ DDPM_TIME, EDM_TIME = 0.01, 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A policy class by name, its options, and with how many network calls it is asked to act (empty: as it does by itself)."""
+    """A policy class by name, its options, and with how many network calls it is asked to act (empty: as it does by itself).
 
+    Methods of one family share a row of the figure.
+    """
+
+    family: str
     label: str
     policy: str
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -55,38 +59,34 @@ def proposal(assign: str) -> dict[str, Any]:
 
 
 METHODS = {
-    # one point per observation
-    "regression_like": Method("IDP, no probe, m = 0", "IDPPolicy", {"lambda_prox": 0.0, "geometry": False}),
-    "regression": Method("regression", "RegressionPolicy"),
-    "idp": Method("IDP", "IDPPolicy", nfe=(1, 2)),
-    "idp_m0": Method("IDP, m = 0", "IDPPolicy", {"geometry": False}, (1, 2)),
-    "mip": Method("MIP", "MIPPolicy", nfe=(1, 2)),
-    "tsd": Method("two-step denoising", "TSDPolicy", nfe=(1, 2)),
-    "straight_flow": Method("straight flow", "StraightFlowPolicy"),
-    # IDP with several proposals
-    "idp_noise_all": Method("IDP, 8 proposals: all", "IDPPolicy", proposal("all"), (1, 2)),
-    "idp_noise_wta": Method("IDP, 8 proposals: wta", "IDPPolicy", proposal("wta"), (1, 2)),
-    "idp_noise_relaxed_wta": Method("IDP, 8 proposals: relaxed wta", "IDPPolicy", proposal("relaxed_wta"), (1, 2)),
-    "idp_noise_drift": Method("IDP, 8 proposals: drift", "IDPPolicy", proposal("drift"), (1, 2)),
-    # the explicit field
-    "naive_drifting": Method("drifting, as published", "NaiveDriftingPolicy"),
-    "drifting_hot": Method("drifting, hot", "NaiveDriftingPolicy", {"temperatures": HOT}),
-    "drifting_no_floor": Method("drifting, no affinity floor", "NaiveDriftingPolicy", {"affinity_floor": 0.0}),
-    "drifting_knn": Method("drifting, 8 nearest experts", "NaiveDriftingPolicy", {"positives": "knn", "knn_k": 8}),
-    "drifting_weighted": Method("drifting, weighted experts", "NaiveDriftingPolicy", {"positives": "weighted"}),
-    "drifting_weighted_sharp": Method("drifting, weighted, tau 0.1", "NaiveDriftingPolicy", {"positives": "weighted", "tau": 0.1}),
-    "drifting_weighted_top8": Method("drifting, weighted, top 8", "NaiveDriftingPolicy", {"positives": "weighted", "topk": 8}),
-    # flows and diffusion
-    "flow": Method("flow matching from noise", "FlowMatchingPolicy", {"start": "gaussian"}, (1, 2, 9)),
-    "flow_zero": Method("flow matching from zero", "FlowMatchingPolicy", {"start": "zero"}, (1, 9)),
-    "flow_policy": Method("FlowPolicy", "ConsistencyFlowPolicy", nfe=(1, 2)),
-    "mean_flow": Method("MeanFlow", "MeanFlowPolicy"),
-    "ofp": Method("OFP", "OFPPolicy"),
-    "diffusion": Method("DDPM", "DDPMPolicy", {"time_scale": DDPM_TIME}),
-    "edm_teacher": Method("EDM", "EDMTeacherPolicy", {"time_scale": EDM_TIME}),
-    "consistency_training": Method("consistency training", "ConsistencyTrainingPolicy", {"time_scale": EDM_TIME}, (1, 2)),
-    "consistency": Method("Consistency Policy", "ConsistencyPolicy", {"time_scale": EDM_TIME}, (1, 2), teacher="edm_teacher"),
-    "onedp": Method("OneDP", "OneStepDiffusionPolicy", {"time_scale": DDPM_TIME}, teacher="diffusion"),
+    "regression_like": Method("squared error", "IDP, no probe, m = 0", "IDPPolicy", {"lambda_prox": 0.0, "geometry": False}),
+    "regression": Method("squared error", "regression", "RegressionPolicy"),
+    "idp": Method("squared error", "IDP", "IDPPolicy", nfe=(1, 2)),
+    "idp_m0": Method("squared error", "IDP, m = 0", "IDPPolicy", {"geometry": False}, (1, 2)),
+    "mip": Method("squared error", "MIP", "MIPPolicy", nfe=(1, 2)),
+    "tsd": Method("squared error", "two-step denoising", "TSDPolicy", nfe=(1, 2)),
+    "straight_flow": Method("squared error", "straight flow", "StraightFlowPolicy"),
+    "idp_noise_all": Method("IDP from noise", "IDP, 8 proposals: all", "IDPPolicy", proposal("all"), (1, 2)),
+    "idp_noise_wta": Method("IDP from noise", "IDP, 8 proposals: wta", "IDPPolicy", proposal("wta"), (1, 2)),
+    "idp_noise_relaxed_wta": Method("IDP from noise", "IDP, 8 proposals: relaxed wta", "IDPPolicy", proposal("relaxed_wta"), (1, 2)),
+    "idp_noise_drift": Method("IDP from noise", "IDP, 8 proposals: drift", "IDPPolicy", proposal("drift"), (1, 2)),
+    "naive_drifting": Method("explicit drifting", "drifting, as published", "NaiveDriftingPolicy"),
+    "drifting_hot": Method("explicit drifting", "drifting, hot", "NaiveDriftingPolicy", {"temperatures": HOT}),
+    "drifting_no_floor": Method("explicit drifting", "drifting, no affinity floor", "NaiveDriftingPolicy", {"affinity_floor": 0.0}),
+    "drifting_knn": Method("explicit drifting", "drifting, 8 nearest experts", "NaiveDriftingPolicy", {"positives": "knn", "knn_k": 8}),
+    "drifting_weighted": Method("explicit drifting", "drifting, weighted experts", "NaiveDriftingPolicy", {"positives": "weighted"}),
+    "drifting_weighted_sharp": Method("explicit drifting", "drifting, weighted, tau 0.1", "NaiveDriftingPolicy", {"positives": "weighted", "tau": 0.1}),
+    "drifting_weighted_top8": Method("explicit drifting", "drifting, weighted, top 8", "NaiveDriftingPolicy", {"positives": "weighted", "topk": 8}),
+    "flow": Method("flows", "flow matching from noise", "FlowMatchingPolicy", {"start": "gaussian"}, (1, 2, 9)),
+    "flow_zero": Method("flows", "flow matching from zero", "FlowMatchingPolicy", {"start": "zero"}, (1, 9)),
+    "flow_policy": Method("flows", "FlowPolicy", "ConsistencyFlowPolicy", nfe=(1, 2)),
+    "mean_flow": Method("flows", "MeanFlow", "MeanFlowPolicy"),
+    "ofp": Method("flows", "OFP", "OFPPolicy"),
+    "diffusion": Method("diffusion", "DDPM", "DDPMPolicy", {"time_scale": DDPM_TIME}),
+    "edm_teacher": Method("diffusion", "EDM", "EDMTeacherPolicy", {"time_scale": EDM_TIME}),
+    "consistency_training": Method("diffusion", "consistency training", "ConsistencyTrainingPolicy", {"time_scale": EDM_TIME}, (1, 2)),
+    "consistency": Method("diffusion", "Consistency Policy", "ConsistencyPolicy", {"time_scale": EDM_TIME}, (1, 2), teacher="edm_teacher"),
+    "onedp": Method("diffusion", "OneDP", "OneStepDiffusionPolicy", {"time_scale": DDPM_TIME}, teacher="diffusion"),
 }
 
 
@@ -145,8 +145,8 @@ def train(method: Method, steps: int, seed: int) -> GeneratorPolicy:
 
 
 # ---------------------------------------------------------------------- measuring
-def evaluate(policy: GeneratorPolicy, nfe: int | None = None, count: int = EVALUATED) -> tuple[dict[str, float], Tensor, Tensor]:
-    """The numbers of one row, and the observations (count,) and actions (count, 2) they are of.
+def evaluate(policy: GeneratorPolicy, nfe: int | None = None, count: int = EVALUATED) -> tuple[dict[str, float], Tensor, Tensor, Tensor]:
+    """The numbers of one row, and the observations (count,), actions (count, 2) and valid (count,) they are of.
 
     valid: share of samples within TOLERANCE of a mode; plus: share of +m among these; at_mean: share within TOLERANCE of zero.
     """
@@ -159,10 +159,11 @@ def evaluate(policy: GeneratorPolicy, nfe: int | None = None, count: int = EVALU
     hook.remove()
     near = lambda point: (action - point).flatten(1).norm(dim=1) <= TOLERANCE
     plus, minus = near(modes(obs)), near(-modes(obs))
-    valid = (plus | minus).sum().item()
-    numbers = {"nfe": len(calls), "valid": valid / count, "plus": plus.sum().item() / valid if valid else None,
+    valid = plus | minus
+    total = valid.sum().item()
+    numbers = {"nfe": len(calls), "valid": total / count, "plus": plus.sum().item() / total if total else None,
                "at_mean": near(torch.zeros(2)).float().mean().item()}
-    return numbers, obs.flatten(), action[:, 0]
+    return numbers, obs.flatten(), action[:, 0], valid
 
 
 def run(name: str, steps: int, seed: int, folder: pathlib.Path) -> dict[str, Any]:
@@ -180,9 +181,9 @@ def run(name: str, steps: int, seed: int, folder: pathlib.Path) -> dict[str, Any
     rows = []
     for nfe in method.nfe or (None,):
         torch.manual_seed(seed)
-        numbers, obs, action = evaluate(policy, nfe)
-        shown = slice(None, None, EVALUATED // PLOTTED)
-        rows.append({**numbers, "points": [[round(o, 3), round(a, 3)] for o, a in zip(obs[shown].tolist(), action[shown, 0].tolist())]})
+        numbers, obs, action, valid = evaluate(policy, nfe)
+        points = zip(obs.tolist(), action[:, 0].tolist(), valid.tolist())
+        rows.append({**numbers, "points": [[round(o, 3), round(a, 3), int(ok)] for o, a, ok in points][:: EVALUATED // PLOTTED]})
     record = {"method": name, "label": method.label, "seed": seed, "settings": settings, "cpu_seconds": round(seconds, 1), "rows": rows}
     write_atomically(path, lambda file: file.write((json.dumps(record) + "\n").encode()))
     return record
@@ -236,41 +237,47 @@ def markdown(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
 
 
 def figure(records: list[dict[str, Any]], path: pathlib.Path) -> None:
-    """The first action coordinate of samples against o, a panel a method (its first seed and fewest calls)."""
+    """The first action coordinate of samples against o: a row a family, a panel a method (its first seed and fewest calls)."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    order = list(METHODS)
     first = {record["method"]: record for record in sorted(records, key=lambda r: -r["seed"])}
-    chosen = sorted(first.values(), key=lambda r: order.index(r["method"]))
-    columns = 6
-    lines = math.ceil(len(chosen) / columns)
-    fig, axes = plt.subplots(lines, columns, figsize=(2.5 * columns, 2.25 * lines + 0.7), sharex=True, sharey=True, squeeze=False)
+    families: dict[str, list[dict[str, Any]]] = {}
+    for name, method in METHODS.items():
+        if name in first:
+            families.setdefault(method.family, []).append(first[name])
+    columns = max(map(len, families.values()))
+    height = 2.1 * len(families) + 0.6
+    fig, axes = plt.subplots(len(families), columns, figsize=(max(7.0, 2.2 * columns), height), sharex=True, sharey=True, squeeze=False)
     grid = torch.linspace(-1, 1, 200)
     curve = modes(grid[:, None, None])[:, 0, 0]
-    for axis, record in zip(axes.flat, chosen):
-        row = record["rows"][0]
-        for sign in (1, -1):
-            axis.plot(grid, sign * curve, color="0.72", linewidth=5, solid_capstyle="butt", zorder=1)
-        axis.scatter(*zip(*row["points"]), s=2.2, color="#1f5fa8" if row["valid"] >= 0.01 else "#c8452f", linewidths=0, zorder=2)
-        axis.set_title(record["label"], fontsize=9, pad=15)
-        text = [f"NFE {r['nfe']}: {percent(r['valid'])}" for r in record["rows"]]
-        axis.text(0.5, 1.03, ",  ".join(text), transform=axis.transAxes, ha="center", va="bottom", fontsize=7, color="0.35")
-        axis.set(xlim=(-1, 1), ylim=(-1.05, 1.05), xticks=(-1, 0, 1), yticks=(-1, 0, 1))
-        axis.tick_params(labelsize=7, length=2)
-        axis.spines[["top", "right"]].set_visible(False)
-    for number, axis in enumerate(axes.flat):
-        axis.set_visible(number < len(chosen))
-        if number < len(chosen) <= number + columns:        # the lowest panel of its column
-            axis.tick_params(labelbottom=True)
-            axis.set_xlabel("observation o", fontsize=8)
-    for axis in axes[:, 0]:
-        axis.set_ylabel("action, first coordinate", fontsize=8)
-    fig.suptitle("Samples (points, at the fewest calls) of experts that do either of two things (grey); share of valid samples by number of "
-                 "network calls.\nBlue: reaches the modes. Red: fewer than 1 % of the samples are valid.", fontsize=10, y=1 - 0.08 / fig.get_figheight(), va="top")
-    fig.tight_layout(rect=(0, 0, 1, 1 - 0.45 / fig.get_figheight()), h_pad=1.4, w_pad=1.0)
-    fig.savefig(path, dpi=110)
+    for line, (family, members) in zip(axes, families.items()):
+        line[0].set_ylabel(f"{family}\n", fontsize=10, fontweight="bold")
+        for axis in line[len(members) :]:
+            axis.set_visible(False)
+        for axis, record in zip(line, members):
+            for sign in (1, -1):
+                axis.fill_between(grid, sign * curve - TOLERANCE, sign * curve + TOLERANCE, color="0.86", linewidth=0, zorder=1)
+            points = record["rows"][0]["points"]
+            for wanted, color in ((0, "#d1502f"), (1, "#1f5fa8")):
+                chosen = [(o, a) for o, a, valid in points if valid == wanted]
+                if chosen:
+                    axis.scatter(*zip(*chosen), s=3, color=color, linewidths=0, zorder=2 + wanted)
+            axis.set_title(METHODS[record["method"]].label, fontsize=9, pad=14)
+            valid = ",  ".join(f"{percent(row['valid'])} at NFE {row['nfe']}" for row in record["rows"][:2])
+            axis.text(0.5, 1.03, valid, transform=axis.transAxes, ha="center", va="bottom", fontsize=7, color="0.35")
+            axis.set(xlim=(-1, 1), ylim=(-1.05, 1.05), xticks=(-1, 0, 1), yticks=(-1, 0, 1))
+            axis.tick_params(labelsize=7, length=2)
+            axis.spines[["top", "right"]].set_visible(False)
+    for column in axes.T:
+        lowest = [axis for axis in column if axis.get_visible()][-1]
+        lowest.tick_params(labelbottom=True)
+        lowest.set_xlabel("observation", fontsize=8)
+    fig.suptitle("First action coordinate of samples, at the fewest network calls, where experts do either of two things (grey).  "
+                 "Blue: valid, red: not.", fontsize=10, y=1 - 0.1 / height, va="top", wrap=True)
+    fig.tight_layout(rect=(0, 0, 1, 1 - 0.3 / height), h_pad=1.2, w_pad=0.8)
+    fig.savefig(path, dpi=100)
     plt.close(fig)
 
 

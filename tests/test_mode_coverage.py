@@ -236,14 +236,14 @@ def outcome(name, steps):
 
 @pytest.mark.parametrize("name", ["idp", "naive_drifting"])
 def test_one_expert_per_observation_collapses_to_the_mean(name):
-    numbers, _, action = outcome(name, 200)
+    numbers, _, action, _ = outcome(name, 200)
     assert numbers["nfe"] == 1 and numbers["valid"] < 0.01 and numbers["at_mean"] > 0.8
     assert action.mean(0).abs().max() < 0.05
 
 
 def test_wide_kernels_reach_both_modes():
     """The same objective, from the same noise, with other temperatures."""
-    numbers, _, _ = outcome("drifting_hot", 300)
+    numbers, *_ = outcome("drifting_hot", 300)
     assert numbers["nfe"] == 1 and numbers["valid"] > 0.2 and 0.2 < numbers["plus"] < 0.8
 
 
@@ -257,9 +257,9 @@ def test_samples_are_measured_against_both_modes():
             action[:10] = 0
             return {"action_pred": action}
 
-    numbers, obs, action = toy.evaluate(Fixed(), count=100)
+    numbers, obs, action, valid = toy.evaluate(Fixed(), count=100)
     assert numbers == {"nfe": 0, "valid": 0.9, "plus": 0.5, "at_mean": pytest.approx(0.1)}
-    assert obs.shape == (100,) and action.shape == (100, 2)
+    assert obs.shape == (100,) and action.shape == (100, 2) and not valid[:10].any() and valid[10:].all()
 
 
 def test_the_command_writes_a_table_a_figure_and_does_nothing_twice(tmp_path, capsys, monkeypatch):
@@ -282,5 +282,5 @@ def test_the_command_writes_a_table_a_figure_and_does_nothing_twice(tmp_path, ca
 def test_every_method_of_the_toy_trains_and_acts(name):
     policy = toy.train(toy.METHODS[name], 1, seed=0)
     for nfe in toy.METHODS[name].nfe or (None,):
-        numbers, _, action = toy.evaluate(policy, nfe, count=10)
+        numbers, _, action, _ = toy.evaluate(policy, nfe, count=10)
         assert torch.isfinite(action).all() and numbers["nfe"] == (nfe or numbers["nfe"]) >= 1
