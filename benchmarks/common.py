@@ -13,6 +13,7 @@ from typing import Any, Callable
 
 import hydra
 import torch
+from omegaconf import DictConfig
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
@@ -104,18 +105,28 @@ def free_bytes() -> float:
 
 
 # ---------------------------------------------------------------------- policies
-def build(config: str, *overrides: str, obs_dim: int = 19, action_dim: int = 10, normalizer: LinearNormalizer | None = None):
-    """(policy, cfg) of a configuration at the paper's size. The sizes of observation and action default to a robot arm's."""
+def compose(config: str, *overrides: str, obs_dim: int = 19, action_dim: int = 10) -> DictConfig:
+    """A configuration at the paper's size. The sizes of observation and action default to a robot arm's."""
     register_resolvers()
     sizes = ("preset=paper", f"task.obs_dim={obs_dim}", f"task.action_dim={action_dim}")
     with hydra.initialize_config_dir(str(config_dir()), version_base=None):
-        cfg = hydra.compose(config, [*sizes, *overrides])
-    policy = hydra.utils.instantiate(cfg.policy)
+        return hydra.compose(config, [*sizes, *overrides])
+
+
+def make_policy(section: DictConfig, normalizer: LinearNormalizer | None = None):
+    """The policy of a config section, with a normaliser, fitted to random numbers if none is given."""
+    policy = hydra.utils.instantiate(section)
     if normalizer is None:
         normalizer = LinearNormalizer()
         normalizer.fit(random_batch(64, policy))
     policy.set_normalizer(normalizer)
-    return policy, cfg
+    return policy
+
+
+def build(config: str, *overrides: str, obs_dim: int = 19, action_dim: int = 10, normalizer: LinearNormalizer | None = None):
+    """(policy, cfg) of a configuration, see `compose`."""
+    cfg = compose(config, *overrides, obs_dim=obs_dim, action_dim=action_dim)
+    return make_policy(cfg.policy, normalizer), cfg
 
 
 def random_batch(size: int, policy) -> dict[str, torch.Tensor]:
