@@ -265,7 +265,7 @@ def figure(records: list[dict[str, Any]], path: pathlib.Path) -> None:
                 if chosen:
                     axis.scatter(*zip(*chosen), s=3, color=color, linewidths=0, zorder=2 + wanted)
             axis.set_title(METHODS[record["method"]].label, fontsize=9, pad=14)
-            valid = ",  ".join(f"{percent(row['valid'])} at NFE {row['nfe']}" for row in record["rows"][:2])
+            valid = ",  ".join(f"{percent(row['valid'])} at NFE {row['nfe']}" for row in [record["rows"][0], *record["rows"][1:][-1:]])
             axis.text(0.5, 1.03, valid, transform=axis.transAxes, ha="center", va="bottom", fontsize=7, color="0.35")
             axis.set(xlim=(-1, 1), ylim=(-1.05, 1.05), xticks=(-1, 0, 1), yticks=(-1, 0, 1))
             axis.tick_params(labelsize=7, length=2)
