@@ -1,11 +1,13 @@
 """TSD, MIP's two-step denoising: both stages see noise in training."""
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from idp_workspace.flows import squared_error
-from idp_workspace.policy.idp import paper_lambda
+from idp_workspace.policy.idp import Proposal, paper_lambda
 from idp_workspace.policy.mip import MIPPolicy
 
 
@@ -17,6 +19,11 @@ class TSDPolicy(MIPPolicy):
 
     It acts as MIP does, f(o, f(o, 0, 0), t*): from the mean of the noise and without drawing any.
     """
+
+    def __init__(self, **arguments: Any):
+        super().__init__(**arguments)
+        if self.options.proposal != Proposal():
+            raise ValueError("proposal: TSD's first stage is always trained from one noise sample; the switches of IDP's proposal have no meaning here")
 
     def loss(self, cond: Tensor, actions: Tensor) -> Tensor:
         o = self.options
