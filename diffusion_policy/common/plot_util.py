@@ -6,28 +6,31 @@ import pathlib
 
 
 def plot_learning_curve(log_path: str | pathlib.Path, image_path: str | pathlib.Path) -> pathlib.Path:
-    """Draw loss and scores over steps from a run's logs.json.txt into a png; returns its path."""
+    """Draw loss, action error and scores over steps from a run's logs.json.txt into a png; returns its path."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     records = [json.loads(line) for line in pathlib.Path(log_path).read_text().splitlines()]
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(14, 4), layout="constrained")
     FigureCanvasAgg(figure)
-    loss_axis, score_axis = figure.subplots(1, 2)
-    for key in ("train_loss", "val_loss"):
-        points = [(r["global_step"], r[key]) for r in records if key in r]
+    axes = figure.subplots(1, 3)
+
+    def draw(axis, key: str, label: str, **style) -> None:
+        points = [(record["global_step"] + 1, record[key]) for record in records if key in record]
         if points:
-            loss_axis.plot(*zip(*points), label=key)
-    if loss_axis.lines:
-        loss_axis.set_yscale("log")
-        loss_axis.legend()
-    loss_axis.set(xlabel="step", ylabel="loss", title="loss")
-    for split in ("test", "train"):
-        points = [(r["global_step"] + 1, r[f"{split}/mean_score"]) for r in records if f"{split}/mean_score" in r]
-        if points:
-            score_axis.plot(*zip(*points), marker="o", label=f"{split} starts")
-    if score_axis.lines:
-        score_axis.legend()
-    score_axis.set(xlabel="step", ylabel="mean score", ylim=(0, 1), title="rollouts")
+            axis.plot(*zip(*points), label=label, **style)
+
+    draw(axes[0], "train_loss", "training")
+    draw(axes[0], "val_loss", "validation")
+    draw(axes[1], "train_action_mse_error", "first training batch", marker=".")
+    draw(axes[2], "test/mean_score", "test starts", marker="o")
+    draw(axes[2], "train/mean_score", "train starts", marker="o")
+    axes[0].set(title="loss (rises where a term's weight is ramped up)", yscale="log")
+    axes[1].set(title="squared error of predicted actions", yscale="log")
+    axes[2].set(title="mean score of rollouts", ylim=(0, 1))
+    for axis in axes:
+        axis.set_xlabel("step")
+        if axis.lines:
+            axis.legend()
     figure.savefig(image_path, dpi=120)
     return pathlib.Path(image_path)
