@@ -9,7 +9,8 @@ from benchmarks import toy
 from idp_workspace.drifting import drifting_field, drifting_loss
 from idp_workspace.geometry import geometry_excess, neighbor_weights
 from idp_workspace.policy import NaiveDriftingPolicy
-from idp_workspace.policy.idp import HOT_TEMPERATURES, Proposal, assignment, potential
+from idp_workspace.policy.idp import potential
+from idp_workspace.proposal import HOT_TEMPERATURES, Proposal, assignment
 from tests.test_idp_policy import D, H, batch, make
 from tests.util import load_config
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from idp_workspace.flows import squared_error
-from idp_workspace.policy.idp import Proposal, paper_lambda
+from idp_workspace.policy.idp import paper_lambda
 from idp_workspace.policy.mip import MIPPolicy
+from idp_workspace.proposal import Proposal
 
 
 class TSDPolicy(MIPPolicy):
