@@ -38,3 +38,14 @@ def unit_normalizer(obs_dim: int, action_dim: int) -> LinearNormalizer:
     normalizer = LinearNormalizer()
     normalizer.fit({"obs": torch.tensor([[-1.0], [1.0]]).expand(2, obs_dim), "action": torch.tensor([[-1.0], [1.0]]).expand(2, action_dim)})
     return normalizer
+
+
+def equal(a, b) -> bool:
+    """Bit for bit, through dicts, lists and tensors."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b

@@ -4,18 +4,26 @@ from __future__ import annotations
 from typing import Any, Iterator
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from diffusion_policy.common.errors import ConfigError
+from diffusion_policy.common.random_state import seed_everything
 
 
 class _ByBatch(Dataset):
-    """A dataset indexed by whole batches: one gather where the dataset can, sample by sample where it cannot."""
+    """A dataset indexed by whole batches, (number, indices): one gather where the dataset can, sample by sample where it cannot.
 
-    def __init__(self, dataset: Dataset):
-        self.dataset = dataset
+    In a worker process the random numbers of a batch are a function of its number: a dataset that augments gives the same batch
+    to a run that was resumed, whichever worker makes it. In the run's own process they are the run's, which are saved.
+    """
 
-    def __getitem__(self, indices: torch.Tensor) -> Any:
+    def __init__(self, dataset: Dataset, seed: int):
+        self.dataset, self.seed = dataset, seed
+
+    def __getitem__(self, batch: tuple[int, torch.Tensor]) -> Any:
+        number, indices = batch
+        if get_worker_info() is not None:
+            seed_everything(self.seed * 1_000_003 + number)
         if hasattr(self.dataset, "get_batch"):
             return self.dataset.get_batch(indices)
         return default_collate([self.dataset[i] for i in indices.tolist()])
@@ -34,7 +42,7 @@ class BatchStream:
         if drop_last and len(dataset) < batch_size:
             raise ConfigError(f"the dataset has {len(dataset)} windows, fewer than one batch of {batch_size}: lower "
                               "dataloader.batch_size or set dataloader.drop_last=false")
-        self.source = _ByBatch(dataset)
+        self.source = _ByBatch(dataset, seed)
         self.size, self.batch_size, self.seed, self.shuffle = len(dataset), batch_size, seed, shuffle
         self.batches_per_pass = self.size // batch_size if drop_last else -(-self.size // batch_size)
         self.loader = loader
@@ -53,9 +61,9 @@ class BatchStream:
 
     def batches(self, start: int = 0) -> Iterator[Any]:
         """Batches from number `start` on."""
-        sampler = self.indices(start)
+        sampler = enumerate(self.indices(start), start)
         # A generator of its own: an iterator of a DataLoader draws a seed, and must not draw it from the training's random numbers.
         return iter(DataLoader(self.source, batch_size=None, sampler=sampler, generator=torch.Generator(), **self.loader))
 
     def batch(self, number: int) -> Any:
-        return self.source[next(self.indices(number))]
+        return self.source[number, next(self.indices(number))]

@@ -9,9 +9,10 @@ logger = logging.getLogger(__name__)
 
 
 class TopKCheckpointManager:
-    """Names the checkpoint of an epoch if it is among the k best so far, and deletes the one it displaces.
+    """Names the checkpoint of an epoch if it is among the k best so far, and deletes those it displaces once that is safe.
 
-    Only files that it named itself are ever deleted. With `state_dict` in the checkpoint, a resumed run keeps its list.
+    Only files that it named itself are ever deleted, and only by `remove_displaced`, after the new checkpoint and the list that
+    no longer has the old one are on the disk. With `state_dict` in the checkpoint, a resumed run keeps its list.
     """
 
     def __init__(self, save_dir, monitor_key: str, mode="min", k=1,
@@ -24,6 +25,7 @@ class TopKCheckpointManager:
         self.k = k
         self.format_str = format_str
         self.path_value_map = {}
+        self.displaced = []
 
     def get_ckpt_path(self, data: dict) -> str | None:
         """data: the epoch's metrics. Returns where to save its checkpoint, or None if it is not among the best."""
@@ -46,20 +48,30 @@ class TopKCheckpointManager:
             if not self._better(value, self.path_value_map[worst]):
                 return None
             del self.path_value_map[worst]
-            if os.path.exists(worst):
-                os.remove(worst)
+            self.displaced.append(worst)
         os.makedirs(self.save_dir, exist_ok=True)
         self.path_value_map[path] = value
         return path
 
+    def remove_displaced(self):
+        """Delete the files that are no longer among the best."""
+        for path in self.displaced:
+            if path not in self.path_value_map and os.path.exists(path):
+                os.remove(path)
+        self.displaced = []
+
     def state_dict(self) -> dict:
         """Names relative to the folder, so that a run may be moved."""
-        return {"values": {os.path.basename(path): value for path, value in self.path_value_map.items()}}
+        return {"values": {os.path.basename(path): value for path, value in self.path_value_map.items()},
+                "displaced": [os.path.basename(path) for path in self.displaced]}
 
     def load_state_dict(self, state: dict):
         """Names are taken as files of this folder, and those that are gone are forgotten."""
         paths = {os.path.join(self.save_dir, os.path.basename(name)): value for name, value in state["values"].items()}
         self.path_value_map = {path: value for path, value in paths.items() if os.path.isfile(path)}
+        # A run that was killed after it wrote this list had not removed them yet.
+        self.displaced = [os.path.join(self.save_dir, os.path.basename(name)) for name in state.get("displaced", ())]
+        self.remove_displaced()
 
     def _better(self, a: float, b: float) -> bool:
         return a > b if self.mode == "max" else a < b

@@ -25,4 +25,12 @@ class CheckpointError(UserError, RuntimeError):
 
 
 class DivergedError(UserError, FloatingPointError):
-    """A training whose loss is no longer finite."""
+    """A training whose loss or gradient is no longer finite."""
+
+
+class StorageError(UserError, OSError):
+    """A file that could not be written: no space, no permission, a device that fails."""
+
+
+class EvaluationError(UserError, RuntimeError):
+    """An evaluation that did not play all of its episodes."""

@@ -18,32 +18,37 @@ def seed_everything(seed: int) -> None:
 class RandomState:
     """The global generators of torch, numpy and random as an object with a state_dict of plain data."""
 
+    @staticmethod
+    def capture() -> tuple:
+        """Their state as it is, for `restore`; cheap enough for every training step."""
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        return torch.get_rng_state(), cuda, np.random.get_state(), random.getstate()
+
+    @staticmethod
+    def restore(state: tuple) -> None:
+        torch_state, cuda, numpy_state, python = state
+        torch.set_rng_state(torch_state)
+        if torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(cuda)
+        np.random.set_state(numpy_state)
+        random.setstate(python)
+
     def state_dict(self) -> dict[str, Any]:
-        kind, keys, *rest = np.random.get_state()
-        return {
-            "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-            "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), *rest],
-            "random": random.getstate(),
-        }
+        torch_state, cuda, (kind, keys, *rest), python = self.capture()
+        return {"torch": torch_state, "cuda": cuda, "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), *rest], "random": python}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        torch.set_rng_state(state["torch"])
-        if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all(state["cuda"])
         kind, keys, *rest = state["numpy"]
-        np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
         version, internal, gauss = state["random"]
-        random.setstate((version, tuple(internal), gauss))
+        self.restore((state["torch"], state["cuda"], (kind, keys.numpy().astype(np.uint32), *rest), (version, tuple(internal), gauss)))
 
 
 @contextlib.contextmanager
 def isolated_random_state(seed: int):
     """Seed everything inside, restore everything after: how often a run is evaluated does not change what it learns."""
-    keeper = RandomState()
-    state = keeper.state_dict()
+    state = RandomState.capture()
     seed_everything(seed)
     try:
         yield
     finally:
-        keeper.load_state_dict(state)
+        RandomState.restore(state)

@@ -24,6 +24,7 @@ from diffusion_policy.common.config_util import register_resolvers, resolve_devi
 from diffusion_policy.common.errors import CheckpointError, ConfigError, UserError
 from diffusion_policy.common.random_state import seed_everything
 from diffusion_policy.common.statistics import mean_interval
+from diffusion_policy.common.weights_io import acting_weights
 from diffusion_policy.scripts.train import explain
 
 #: First seed of each named set. `mip` shares its starts with the public demonstrations, `heldout` does not.
@@ -32,14 +33,15 @@ SEED_SETS = {"mip": 0, "heldout": 100000}
 
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(prog="eval.py", description="Evaluate a checkpoint in its task's environment.")
-    out.add_argument("-c", "--checkpoint", required=True, help="a .ckpt file of a training run")
-    out.add_argument("-o", "--output_dir", help="where eval_log.json and videos go (default: eval_<checkpoint name> beside checkpoints/)")
+    out.add_argument("-c", "--checkpoint", required=True, help="a .ckpt file of a training run, or a folder of exported weights")
+    out.add_argument("-o", "--output_dir", help="where eval_log.json and videos go (default: eval_<checkpoint name> beside checkpoints/, or in the folder)")
     out.add_argument("-d", "--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
     out.add_argument("-n", "--n_episodes", type=int, help="number of test episodes (default: the task's n_test)")
     out.add_argument("--seeds", choices=sorted(SEED_SETS), help="set of starting seeds (default: the task's test_start_seed)")
     out.add_argument("--nfe", type=int, help="network calls per action chunk, for policies that can trade them (IDP: 1 or 2)")
     out.add_argument("--overwrite", action="store_true", help="replace an output folder that already holds an evaluation")
-    out.add_argument("--trust-checkpoint", action="store_true", help="open a pickled (upstream) checkpoint, which runs code from the file")
+    out.add_argument("--trust-checkpoint", action="store_true", help="open a pickled (upstream) checkpoint, or one that names "
+                     "classes of other packages: both run code that the file chooses")
     return out
 
 
@@ -53,7 +55,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     checkpoint = pathlib.Path(options.checkpoint)
-    output = pathlib.Path(options.output_dir) if options.output_dir else checkpoint.parent.parent / f"eval_{checkpoint.stem}"
+    beside = checkpoint if checkpoint.is_dir() else checkpoint.parent.parent
+    output = pathlib.Path(options.output_dir) if options.output_dir else beside / f"eval_{checkpoint.stem}"
     if (output / "eval_log.json").exists() and not options.overwrite:
         raise ConfigError(f"{output} already holds an evaluation: choose another --output_dir, or pass --overwrite")
     if output.exists() and not output.is_dir():
@@ -90,12 +93,10 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
 def load_policy(cfg: DictConfig, payload: dict[str, Any]) -> torch.nn.Module:
     """The policy of a checkpoint with the weights that are meant to act: the averaged ones if there are any."""
     register_resolvers()
+    weights = payload["state_dicts"][acting_weights(payload)]
     policy = hydra.utils.instantiate(cfg.policy)
-    name = "ema_model" if cfg.training.use_ema else "model"
-    if name not in payload["state_dicts"]:
-        raise CheckpointError(f"the checkpoint has no {name} (it has: {', '.join(payload['state_dicts'])})")
     try:
-        policy.load_state_dict(payload["state_dicts"][name])
+        policy.load_state_dict(weights)
     except RuntimeError as error:
         raise CheckpointError(f"the checkpoint's weights do not fit its configuration: {str(error)[:600]}") from error
     return policy

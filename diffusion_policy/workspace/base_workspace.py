@@ -14,6 +14,9 @@ from diffusion_policy.common.errors import CheckpointError
 
 register_resolvers()
 
+#: The checkpoint before the latest one: what a run continues from if the latest is damaged.
+PREVIOUS = "previous.ckpt"
+
 
 class BaseWorkspace:
     """Owns the objects of a run. Anything among its attributes with state_dict and load_state_dict goes into a checkpoint, and
@@ -49,7 +52,7 @@ class BaseWorkspace:
             "cfg": OmegaConf.to_container(self.cfg, resolve=True),
             "state_dicts": states,
             "attributes": {name: self.__dict__[name] for name in include},
-        }, path)
+        }, path, previous=path.with_name(PREVIOUS) if path == self.get_checkpoint_path() else None)
         return str(path.absolute())
 
     # ------------------------------------------------------------------ loading
@@ -58,6 +61,9 @@ class BaseWorkspace:
         """Take over the states for which this workspace has an object, and the attributes in include_keys."""
         exclude = () if exclude_keys is None else exclude_keys
         attributes = payload.get("attributes", {})
+        missing = [key for key in include_keys or () if key not in attributes]
+        if missing:
+            raise CheckpointError(f"the checkpoint has no {', '.join(missing)} (it has: {', '.join(attributes) or 'none'})")
         include = [key for key in self.include_keys if key in attributes] if include_keys is None else include_keys
         for name, state in payload["state_dicts"].items():
             target = self.__dict__.get(name)
@@ -65,7 +71,7 @@ class BaseWorkspace:
                 continue
             try:
                 target.load_state_dict(state, **kwargs)
-            except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
                 raise CheckpointError(f"the checkpoint's {name} does not fit this configuration (another architecture or size?): "
                                       f"{shorten(str(error))}") from error
         for name in include:
@@ -73,7 +79,8 @@ class BaseWorkspace:
 
     def load_checkpoint(self, path: str | None = None, tag: str = "latest", exclude_keys: Sequence[str] | None = None,
                         include_keys: Sequence[str] | None = None, trust: bool = False) -> dict[str, Any]:
-        payload = checkpoint_io.load(self.get_checkpoint_path(tag) if path is None else path, trust=trust)
+        # The file's config is not built, so what it names does not matter: this workspace has its own.
+        payload = checkpoint_io.load(self.get_checkpoint_path(tag) if path is None else path, trust=trust, check_config=False)
         self.load_payload(payload, exclude_keys=exclude_keys, include_keys=include_keys)
         return payload
 

@@ -1,16 +1,18 @@
 """The training loop. There is one; upstream's workspace names are thin subclasses of it."""
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
+import errno
 import json
 import logging
 import math
+import os
 import pathlib
-import shutil
 import signal
 import sys
-from typing import Any
+from typing import Any, Iterator
 
 import hydra
 import torch
@@ -21,7 +23,7 @@ from diffusion_policy.common import checkpoint_io
 from diffusion_policy.common.batch_stream import BatchStream
 from diffusion_policy.common.checkpoint_util import TopKCheckpointManager
 from diffusion_policy.common.config_util import resolve_device
-from diffusion_policy.common.errors import ConfigError, DivergedError
+from diffusion_policy.common.errors import CheckpointError, ConfigError, DivergedError, StorageError
 from diffusion_policy.common.json_logger import JsonLogger
 from diffusion_policy.common.plot_util import plot_learning_curve
 from diffusion_policy.common.pytorch_util import dict_apply
@@ -29,13 +31,18 @@ from diffusion_policy.common.random_state import RandomState, isolated_random_st
 from diffusion_policy.model.common.lr_scheduler import get_scheduler
 from diffusion_policy.workspace.base_workspace import BaseWorkspace
 
+try:
+    import fcntl
+except ImportError:     # not on Windows
+    fcntl = None
+
 log = logging.getLogger(__name__)
 
 #: Keys of the `training` section with what they are when a config does not set them.
 TRAINING = {
     "device": "auto", "seed": 42, "debug": False, "resume": True,
     "lr_scheduler": "cosine", "lr_warmup_steps": 0, "num_epochs": 1, "steps_per_epoch": None, "gradient_accumulate_every": 1,
-    "grad_clip_norm": None, "use_ema": True, "freeze_encoder": False,
+    "grad_clip_norm": None, "max_skipped_steps": 0, "use_ema": True, "freeze_encoder": False,
     "rollout_every": 1, "checkpoint_every": 1, "val_every": 1, "sample_every": 1, "log_every": 50,
     "max_train_steps": None, "max_val_steps": None, "tqdm_interval_sec": 1.0,
 }
@@ -56,7 +63,7 @@ class TrainWorkspace(BaseWorkspace):
     A policy may also offer `set_progress(fraction)`, called before each step, and `metrics() -> dict`, asked at the log interval.
     """
 
-    include_keys = ("global_step", "epoch", "epoch_loss", "scores")
+    include_keys = ("global_step", "epoch", "epoch_loss", "scores", "skipped_steps")
 
     def __init__(self, cfg: DictConfig, output_dir: str | None = None):
         super().__init__(cfg, output_dir)
@@ -69,6 +76,7 @@ class TrainWorkspace(BaseWorkspace):
         self.epoch = 0
         self.epoch_loss = [0.0, 0]      # sum and count of the losses of the unfinished epoch
         self.scores: list[float] = []   # test/mean_score of each evaluation
+        self.skipped_steps = 0          # steps without a finite loss and gradient that were left out
 
     @property
     def policy(self) -> torch.nn.Module:
@@ -84,16 +92,37 @@ class TrainWorkspace(BaseWorkspace):
 
     # ------------------------------------------------------------------ the run
     def run(self) -> dict[str, Any]:
-        cfg, s = self.cfg, self.settings
         output = pathlib.Path(self.output_dir)
-        latest = self.get_checkpoint_path()
-        resuming = s.resume and latest.is_file()
-        if cfg.checkpoint.get("save_last_snapshot") or not cfg.checkpoint.get("save_last_ckpt", True):
-            raise ConfigError("checkpoint.save_last_snapshot=true (a pickle of the whole program) is not supported, and the last checkpoint, "
-                              "from which a run resumes, is always written: leave save_last_snapshot false and save_last_ckpt true")
-        if latest.is_file() and not resuming:
-            raise ConfigError(f"{output} already holds a run: set training.resume=true to continue it, or choose another hydra.run.dir")
+        with _only_run_in(output):
+            checkpoints = self._checkpoints_to_resume()
+            self.prepare()
+            runner = hydra.utils.instantiate(self.cfg.task.env_runner, output_dir=str(output))
+            if checkpoints:
+                self._resume(checkpoints)
+            checkpoint_io.write_atomically(output / "config.yaml", lambda file: file.write(OmegaConf.to_yaml(self.cfg, resolve=True).encode()))
+            _drop_log_after(output / "logs.json.txt", self.global_step)
+            tracker = _tracker(self.cfg, output)
+            say(f"training {type(self.model).__name__} ({_millions(self.model)}) on {self.stream.size} windows of {self.cfg.task.name}, "
+                f"{self.total_steps} steps of batch {self.cfg.dataloader.batch_size} on {self.device}; run folder {output}")
+            try:
+                with JsonLogger(str(output / "logs.json.txt")) as self.logger, _StopRequest() as stop:
+                    self._train(stop, runner, tracker)
+                return self._summary(output, finished=self.global_step >= self.total_steps)
+            except OSError as error:
+                if not isinstance(error, StorageError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                what = str(error) if isinstance(error, StorageError) else f"{error.filename or output}: {checkpoint_io.reason(error)}"
+                raise StorageError(f"{what}. The run stopped at step {self.global_step}; its last checkpoint is whole. Once there is room, "
+                                   f"continue with\n    {self._continue_command()}") from error
+            finally:
+                if hasattr(runner, "close"):
+                    runner.close()
+                if tracker is not None:
+                    tracker.finish()
 
+    def prepare(self) -> None:
+        """Load the data and make all that a training step needs."""
+        cfg, s = self.cfg, self.settings
         dataset = hydra.utils.instantiate(cfg.task.dataset)
         self.stream = _stream(dataset, cfg.dataloader, s.seed)
         validation = dataset.get_validation_dataset()
@@ -109,56 +138,75 @@ class TrainWorkspace(BaseWorkspace):
         self.lr_scheduler = get_scheduler(s.lr_scheduler, optimizer=self.optimizer, num_warmup_steps=s.lr_warmup_steps,
                                           num_training_steps=max(1, self.total_steps))
         self.ema = hydra.utils.instantiate(cfg.ema, model=self.ema_model) if self.ema_model is not None else None
-        self.topk = TopKCheckpointManager(save_dir=str(output / "checkpoints"), **cfg.checkpoint.topk)
+        self.topk = TopKCheckpointManager(save_dir=str(self.get_checkpoint_path().parent), **cfg.checkpoint.topk)
         self.random_state = RandomState()
         self.device = resolve_device(s.device)
         self.model.to(self.device)
         if self.ema_model is not None:
             self.ema_model.to(self.device)
-        runner = hydra.utils.instantiate(cfg.task.env_runner, output_dir=str(output))
 
-        if resuming:
-            payload = self.load_checkpoint()
-            _report_changes(payload["cfg"], OmegaConf.to_container(cfg, resolve=True))
-            say(f"resuming {output} at step {self.global_step} of {self.total_steps}")
-        output.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(cfg, output / "config.yaml", resolve=True)
-        _drop_log_after(output / "logs.json.txt", self.global_step)
-        tracker = _tracker(cfg, output)
-        say(f"training {type(self.model).__name__} ({_millions(self.model)}) on {len(dataset)} windows of {cfg.task.name}, "
-            f"{self.total_steps} steps of batch {cfg.dataloader.batch_size} on {self.device}; run folder {output}")
-        try:
-            with JsonLogger(str(output / "logs.json.txt")) as self.logger, _StopRequest() as stop:
-                self._train(stop, runner, tracker)
-        finally:
-            if hasattr(runner, "close"):
-                runner.close()
-            if tracker is not None:
-                tracker.finish()
-        return self._summary(output, finished=self.global_step >= self.total_steps)
+    def _checkpoints_to_resume(self) -> list[pathlib.Path]:
+        """What this folder holds of an earlier run, in the order in which it is tried; none if there was no run."""
+        if self.cfg.checkpoint.get("save_last_snapshot") or not self.cfg.checkpoint.get("save_last_ckpt", True):
+            raise ConfigError("checkpoint.save_last_snapshot=true (a pickle of the whole program) is not supported, and the last checkpoint, "
+                              "from which a run resumes, is always written: leave save_last_snapshot false and save_last_ckpt true")
+        latest = self.get_checkpoint_path()
+        for folder in (latest.parent, latest.parent.parent):
+            checkpoint_io.remove_leftovers(folder)
+        found = sorted(latest.parent.glob("*.ckpt"), key=lambda path: (path == latest, path.stat().st_mtime), reverse=True)
+        if found and not self.settings.resume:
+            raise ConfigError(f"{self.output_dir} already holds a run: set training.resume=true to continue it, or choose another hydra.run.dir")
+        return found
+
+    def _resume(self, checkpoints: list[pathlib.Path]) -> None:
+        """Take over the first checkpoint that can be read. Damaged ones are set aside: the run computes them again."""
+        for path in checkpoints:
+            try:
+                payload = checkpoint_io.load(path, check_config=False)
+                break
+            except CheckpointError as error:
+                log.warning("%s. Trying an earlier checkpoint; this one is kept as %s.damaged", error, path.name)
+                os.replace(path, path.with_name(f"{path.name}.damaged"))
+        else:
+            raise CheckpointError(f"none of the checkpoints in {checkpoints[0].parent} can be read; they are kept there as *.damaged. To train "
+                                  "from the beginning, choose another hydra.run.dir")
+        self.load_payload(payload)
+        if path != self.get_checkpoint_path():
+            checkpoint_io.copy(path, self.get_checkpoint_path())
+        _report_changes(payload["cfg"], OmegaConf.to_container(self.cfg, resolve=True))
+        say(f"resuming {self.output_dir} at step {self.global_step} of {self.total_steps} ({path.name})")
 
     def _train(self, stop: "_StopRequest", runner: Any, tracker: Any) -> None:
         s = self.settings
         if self.total_steps == 0:
             self._end_epoch({"global_step": 0, "epoch": 0}, runner, tracker)    # an untrained policy, evaluated and saved like any other
         batches = self.stream.batches(self.global_step * s.gradient_accumulate_every)
-        pending: list[torch.Tensor] = []        # losses since the last record, still on the device: reading them would wait for it
+        losses: list[float] = []        # since the last record
         with tqdm(total=self.total_steps, initial=self.global_step, desc="training", unit="step", mininterval=s.tqdm_interval_sec,
                   disable=None, dynamic_ncols=True) as bar:
             while self.global_step < self.total_steps:
                 if hasattr(self.model, "set_progress"):
                     self.model.set_progress(self.global_step / self.total_steps)
-                pending.append(self._optimise(batches))
+                loss = self.optimise(batches)
+                if loss is not None:
+                    losses.append(loss)
+                    self.epoch_loss = [self.epoch_loss[0] + loss, self.epoch_loss[1] + 1]
                 self.global_step += 1
                 bar.update()
                 end_of_epoch = self.global_step % self.steps_per_epoch == 0
                 if not (end_of_epoch or stop.requested or self.global_step % s.log_every == 0):
                     continue
-                record = self._record(pending)
-                pending.clear()
-                bar.set_postfix(epoch=self.epoch, loss=f"{record['train_loss']:.4g}", refresh=False)
+                record = {"global_step": self.global_step - 1, "epoch": self.epoch, "lr": self.lr_scheduler.get_last_lr()[0]}
+                if losses:
+                    record["train_loss"] = sum(losses) / len(losses)
+                    bar.set_postfix(epoch=self.epoch, loss=f"{record['train_loss']:.4g}", refresh=False)
+                    losses.clear()
+                if self.skipped_steps:
+                    record["skipped_steps"] = self.skipped_steps
+                record |= self.model.metrics() if hasattr(self.model, "metrics") else {}
                 if end_of_epoch:
-                    record["train_loss"] = self.epoch_loss[0] / self.epoch_loss[1]
+                    if self.epoch_loss[1]:
+                        record["train_loss"] = self.epoch_loss[0] / self.epoch_loss[1]
                     self._end_epoch(record, runner, tracker)
                 else:
                     self._log(record, tracker)
@@ -166,37 +214,57 @@ class TrainWorkspace(BaseWorkspace):
                     self.save_checkpoint()
                     return
 
-    def _record(self, losses: list[torch.Tensor]) -> dict[str, Any]:
-        """What is logged of the steps since the last record; stops the run if one of them had no finite loss."""
-        values = torch.stack(losses).tolist()
-        for step, value in enumerate(values, start=self.global_step - len(values)):
-            if not math.isfinite(value):
-                raise DivergedError(
-                    f"the loss of step {step} is {value}. Nothing was saved since: {self.get_checkpoint_path()} is from before. Lower "
-                    "optimizer.lr, set training.grad_clip_norm, or look for extreme values in the dataset")
-            # One by one: the sum must not depend on where a stop cut the list.
-            self.epoch_loss = [self.epoch_loss[0] + value, self.epoch_loss[1] + 1]
-        record = {"train_loss": values[-1], "global_step": self.global_step - 1, "epoch": self.epoch,
-                  "lr": self.lr_scheduler.get_last_lr()[0]}
-        return record | (self.model.metrics() if hasattr(self.model, "metrics") else {})
+    def optimise(self, batches: Iterator[Any]) -> float | None:
+        """One optimiser step over gradient_accumulate_every batches; returns the mean loss, or None if the step was left out.
 
-    def _optimise(self, batches: Any) -> torch.Tensor:
-        """One optimiser step over gradient_accumulate_every batches; returns the mean loss, detached, on the device."""
+        A step whose loss or gradient is not finite changes no weight. Knowing that costs reading one number from the device.
+        """
         s = self.settings
+        before = RandomState.capture()      # so that this step can be repeated
         self.model.train()
         total = torch.zeros((), device=self.device)
         for _ in range(s.gradient_accumulate_every):
             loss = self.model.compute_loss(self._to_device(next(batches))) / s.gradient_accumulate_every
             loss.backward()
             total += loss.detach()
-        if s.grad_clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip_norm)
-        self.optimizer.step()
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        loss, norm = torch.stack([total, norm.to(total)]).tolist()
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        if finite:
+            if s.grad_clip_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), s.grad_clip_norm, torch.tensor(norm, device=self.device))
+            self.optimizer.step()
+        else:
+            self._skip(loss, norm, before)
         self.optimizer.zero_grad(set_to_none=True)
         self.lr_scheduler.step()
-        if self.ema is not None:
+        if finite and self.ema is not None:
             self.ema.step(self.model)
-        return total
+        return loss if finite else None
+
+    def _skip(self, loss: float, norm: float, random_state: tuple) -> None:
+        """Leave a step out if the run may; else write down what is needed to repeat it, and stop."""
+        step = self.global_step
+        first = step * self.settings.gradient_accumulate_every
+        batches = [next(self.stream.indices(first + i)).tolist() for i in range(self.settings.gradient_accumulate_every)]
+        wrong = [name for name, p in self.model.named_parameters() if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
+        what = f"the loss of step {step} is {loss}" if not math.isfinite(loss) else f"the gradient of step {step} has the norm {norm}, its loss is {loss:.4g}"
+        folder = pathlib.Path(self.output_dir) / "debug" / f"step_{step}"
+        report = {"step": step, "loss": str(loss), "gradient_norm": str(norm), "batches": batches, "parameters_with_such_gradients": wrong}
+        checkpoint_io.write_atomically(folder / "report.json", lambda file: file.write(json.dumps(report, indent=1).encode()))
+        if self.skipped_steps < self.settings.max_skipped_steps:
+            self.skipped_steps += 1
+            log.warning("%s: left out, the %d. of at most %d such steps; its windows are in %s", what, self.skipped_steps,
+                        self.settings.max_skipped_steps, folder / "report.json")
+            return
+        self.optimizer.zero_grad(set_to_none=True)
+        RandomState.restore(random_state)
+        self.save_checkpoint(path=str(folder / "checkpoints" / "latest.ckpt"))
+        raise DivergedError(
+            f"{what}. No weight was changed by it. {folder} holds the indices of its windows (report.json) and the state before it; "
+            f"training.resume=true hydra.run.dir={folder} repeats the step at once. Lower optimizer.lr, set training.grad_clip_norm, look for "
+            "extreme values in the dataset, or let a run leave out a few such steps with training.max_skipped_steps")
 
     # ------------------------------------------------------------------ the end of an epoch
     def _end_epoch(self, record: dict[str, Any], runner: Any, tracker: Any) -> None:
@@ -226,10 +294,11 @@ class TrainWorkspace(BaseWorkspace):
         metrics = {key.replace("/", "_"): value for key, value in record.items()}
         best = self.topk.get_ckpt_path(metrics) if self.cfg.checkpoint.topk.monitor_key in metrics else None
         if due(s.checkpoint_every) or best is not None:
-            latest = self.save_checkpoint()
+            # The best one first: if the run is killed after it, the epoch is repeated and writes it again.
             if best is not None:
-                with open(latest, "rb") as source:
-                    checkpoint_io.write_atomically(best, lambda file: shutil.copyfileobj(source, file))
+                self.save_checkpoint(path=best)
+            self.save_checkpoint()
+            self.topk.remove_displaced()
 
     def _validation_loss(self, policy: torch.nn.Module) -> float:
         count = self.val_stream.batches_per_pass
@@ -264,8 +333,7 @@ class TrainWorkspace(BaseWorkspace):
     def _summary(self, output: pathlib.Path, finished: bool) -> dict[str, Any]:
         latest = self.get_checkpoint_path()
         if not finished:
-            say(f"stopped at step {self.global_step} of {self.total_steps}; continue with\n"
-                f"    {_command()} training.resume=true hydra.run.dir={output}")
+            say(f"stopped at step {self.global_step} of {self.total_steps}; continue with\n    {self._continue_command()}")
             sys.exit(130)
         last = self.scores[-LAST_EVALUATIONS:]
         summary = {
@@ -286,6 +354,10 @@ class TrainWorkspace(BaseWorkspace):
         say(f"learning curve  {summary['learning_curve']}")
         say(f"next            python eval.py --checkpoint {latest}")
         return summary
+
+    def _continue_command(self) -> str:
+        arguments = [argument for argument in sys.argv if not argument.startswith(("training.resume=", "hydra.run.dir="))]
+        return f"python {' '.join(arguments)} training.resume=true hydra.run.dir={self.output_dir}"
 
 
 # ---------------------------------------------------------------------- helpers
@@ -361,8 +433,21 @@ def _millions(model: torch.nn.Module) -> str:
     return f"{sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6:.2f} M parameters"
 
 
-def _command() -> str:
-    return "python " + " ".join(argument for argument in sys.argv if not argument.startswith(("training.resume=", "hydra.run.dir=")))
+@contextlib.contextmanager
+def _only_run_in(folder: pathlib.Path) -> Iterator[None]:
+    """Two runs in one folder would overwrite each other's files: the second is refused, for as long as the first lives."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if fcntl is None:
+        yield
+        return
+    with open(folder / ".lock", "a") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)     # of this process alone, and gone with it, however it ends
+        except BlockingIOError as error:
+            raise ConfigError(f"another process is training in {folder}: stop it first, or choose another hydra.run.dir") from error
+        except OSError as error:
+            log.warning("%s cannot be locked (%s): take care that no other run uses it", folder, error)
+        yield
 
 
 class _StopRequest:
@@ -370,6 +455,7 @@ class _StopRequest:
 
     def __init__(self):
         self.requested = False
+        self.process = os.getpid()
 
     def __enter__(self) -> "_StopRequest":
         try:
@@ -383,6 +469,10 @@ class _StopRequest:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: Any) -> None:
+        if os.getpid() != self.process:     # a worker process, which inherits this: Ctrl-C is the run's to answer, SIGTERM ends it
+            if number == signal.SIGTERM:
+                os._exit(1)
+            return
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True

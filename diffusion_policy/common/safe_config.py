@@ -1,0 +1,84 @@
+"""Which classes a config from a file may name.
+
+A `_target_` is a call: instantiating a config that came inside a checkpoint would let whoever made the file call anything that Python
+can import. So its targets are resolved here first, and only classes of known packages pass. The config a user writes, or passes on the
+command line, is theirs and is not restricted.
+"""
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Any
+
+import hydra
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from diffusion_policy.common.errors import CheckpointError
+
+#: Packages all of whose classes may be built. More can be named, separated by commas, in the environment variable.
+PACKAGES = ("diffusion_policy", "idp_workspace")
+VARIABLE = "DIFFUSION_POLICY_ALLOWED_PACKAGES"
+#: Parts of libraries whose classes may be built.
+LIBRARIES = ("torch.nn", "torch.optim", "diffusers.schedulers")
+#: Functions that upstream's configs call.
+FUNCTIONS = ("diffusion_policy.model.vision.model_getter.get_resnet",)
+
+
+def checked_config(cfg: Any, where: str) -> dict[str, Any]:
+    """`cfg` with its interpolations resolved, if every `_target_` in it is allowed; raises CheckpointError."""
+    try:
+        resolved = OmegaConf.to_container(OmegaConf.create(cfg), resolve=True)
+    except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"the config in {where} cannot be read: {error}") from error
+    _check(resolved, where, "")
+    return resolved
+
+
+def _check(node: Any, where: str, path: str) -> None:
+    if isinstance(node, dict):
+        if "_target_" in node:
+            _check_target(node["_target_"], where, path)
+        for name, child in node.items():
+            _check(child, where, f"{path}.{name}".strip("."))
+    elif isinstance(node, list):
+        for number, child in enumerate(node):
+            _check(child, where, f"{path}[{number}]")
+    elif isinstance(node, str) and "${" in node:
+        # An escaped interpolation: harmless now, resolved when the config is used.
+        raise CheckpointError(f"the config in {where} hides an interpolation at {path}: {node!r}")
+
+
+def _check_target(target: Any, where: str, path: str) -> None:
+    if not isinstance(target, str) or not _allowed(target):
+        raise CheckpointError(
+            f"the config in {where} names {target!r} (at {path or 'its top'}), which is not among the packages that a file may use "
+            f"({', '.join((*_packages(), *LIBRARIES))}). If you trust where the file comes from, pass --trust-checkpoint, or allow "
+            f"your own package for good: export {VARIABLE}=name_of_the_package"
+        )
+
+
+def _packages() -> tuple[str, ...]:
+    return (*PACKAGES, *(name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()))
+
+
+def _inside(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def _allowed(target: str) -> bool:
+    """A class that lives where its name says. Its module is imported only if that is in an allowed place.
+
+    A module's name leads to everything it has imported (`diffusion_policy.x.os.system`), hence the look at where the class is from; and
+    functions may do anything with their arguments, hence classes only.
+    """
+    if target in FUNCTIONS:
+        return True
+    places = (*_packages(), *LIBRARIES)
+    if not _inside(target, places):
+        return False
+    try:
+        found = hydra.utils.get_object(target)
+    except Exception as error:
+        raise CheckpointError(f"the config names {target!r}, which cannot be imported here: {error}") from error
+    return inspect.isclass(found) and _inside(found.__module__, places)

@@ -1,0 +1,64 @@
+"""Exported weights: a folder with `model.safetensors`, the policy's parameters, and `config.json`, all that is needed to build it.
+
+Neither file can hold code. What a robot needs and nothing else: no optimiser, no raw weights beside the averaged ones.
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pathlib
+from typing import Any
+
+import safetensors
+import safetensors.torch
+
+from diffusion_policy.common import checkpoint_io
+from diffusion_policy.common.errors import CheckpointError
+
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
+
+
+def acting_weights(payload: dict[str, Any]) -> str:
+    """The name of the weights that are meant to act: the averaged ones if the run kept an average."""
+    training = payload["cfg"].get("training")
+    use_ema = isinstance(training, dict) and training.get("use_ema", False)
+    name = "ema_model" if use_ema else "model"
+    if name not in payload["state_dicts"]:
+        raise CheckpointError(f"the checkpoint has no {name} (it has: {', '.join(payload['state_dicts']) or 'nothing'})")
+    return name
+
+
+def write(payload: dict[str, Any], folder: str | os.PathLike) -> pathlib.Path:
+    """Export the weights of a loaded checkpoint; returns the folder."""
+    folder = pathlib.Path(folder)
+    name = acting_weights(payload)
+    # Each tensor on its own: the format does not know two names for one.
+    tensors = {key: value.clone().contiguous() for key, value in payload["state_dicts"][name].items()}
+    data = safetensors.torch.save(tensors)
+    checkpoint_io.write_atomically(folder / WEIGHTS, lambda file: file.write(data))
+    about = {
+        "format": checkpoint_io.FORMAT, "weights": name, "sha256": hashlib.sha256(data).hexdigest(), "cfg": payload["cfg"],
+        "attributes": {key: payload.get("attributes", {}).get(key) for key in ("global_step", "epoch")}, "versions": checkpoint_io.versions(),
+    }
+    # Last, so that a folder with a config is complete.
+    checkpoint_io.write_atomically(folder / CONFIG, lambda file: file.write(json.dumps(about, indent=2).encode()))
+    return folder
+
+
+def read(folder: pathlib.Path) -> dict[str, Any]:
+    """The payload of an exported folder, in the shape of a checkpoint's."""
+    for name in (WEIGHTS, CONFIG):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder} is not a folder of exported weights: it has no {name}")
+    try:
+        about = json.loads((folder / CONFIG).read_bytes())
+        data = (folder / WEIGHTS).read_bytes()
+        if hashlib.sha256(data).hexdigest() != about["sha256"]:
+            raise CheckpointError(f"{folder / WEIGHTS} is damaged, or does not belong to the {CONFIG} beside it: another checksum")
+        tensors = safetensors.torch.load(data)
+        return {"format": about["format"], "cfg": about["cfg"], "state_dicts": {about["weights"]: tensors},
+                "attributes": about.get("attributes", {}), "versions": about.get("versions", {})}
+    except (ValueError, KeyError, TypeError, RecursionError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"{folder} cannot be read, it is not a folder of exported weights: {type(error).__name__}: {error}") from error

@@ -1,0 +1,59 @@
+"""Turn a checkpoint into a file that can be given away and opened without trust.
+
+    python -m diffusion_policy.scripts.convert_checkpoint run/checkpoints/latest.ckpt weights/
+        exports the weights that act: a folder with model.safetensors and config.json
+    python -m diffusion_policy.scripts.convert_checkpoint upstream.ckpt safe.ckpt --trust-checkpoint
+        rewrites a checkpoint of upstream, a pickle, as plain data. This runs what the pickle says, once.
+
+eval.py opens either.
+"""
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+
+from diffusion_policy.common import checkpoint_io, weights_io
+from diffusion_policy.common.config_util import register_resolvers
+from diffusion_policy.common.errors import CheckpointError, ConfigError, UserError
+
+
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(prog="convert_checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    out.add_argument("checkpoint", type=pathlib.Path, help="the file to convert")
+    out.add_argument("output", type=pathlib.Path, help="a name ending in .ckpt for a checkpoint, any other for a folder of exported weights")
+    out.add_argument("--trust-checkpoint", action="store_true", help="open a pickled (upstream) checkpoint, which runs code from the file")
+    out.add_argument("--overwrite", action="store_true", help="replace what is at the output")
+    return out
+
+
+def convert(checkpoint: pathlib.Path, output: pathlib.Path, trust: bool = False, overwrite: bool = False) -> pathlib.Path:
+    """Write `checkpoint` as the safe file or folder `output`; returns that."""
+    if output.exists() and not overwrite:
+        raise ConfigError(f"{output} is already there: choose another name, or pass --overwrite")
+    payload = checkpoint_io.load(checkpoint, trust=trust)
+    if output.suffix != ".ckpt":
+        return weights_io.write(payload, output)
+    safe = {name: payload[name] for name in ("cfg", "state_dicts")}
+    safe["attributes"] = {name: value for name, value in payload.get("attributes", {}).items() if isinstance(value, (int, float, str, list, type(None)))}
+    checkpoint_io.save(safe, output)
+    try:
+        checkpoint_io.load(output, check_config=False)
+    except CheckpointError as error:        # something in it is no plain data
+        output.unlink()
+        raise CheckpointError(f"{checkpoint} holds objects in its states that a safe file cannot; export its weights alone, into a folder") from error
+    return output
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parser().parse_args(arguments)
+    register_resolvers()
+    try:
+        written = convert(options.checkpoint, options.output, options.trust_checkpoint, options.overwrite)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    print(f"written {written}\nnext    python eval.py --checkpoint {written}")
+
+
+if __name__ == "__main__":
+    main()
