@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from typing import Any, Iterator
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
@@ -20,7 +21,7 @@ class _ByBatch(Dataset):
     def __init__(self, dataset: Dataset, seed: int):
         self.dataset, self.seed = dataset, seed
 
-    def __getitem__(self, batch: tuple[int, torch.Tensor]) -> Any:
+    def __getitem__(self, batch: tuple[int, np.ndarray]) -> Any:
         number, indices = batch
         if get_worker_info() is not None:
             seed_everything(self.seed * 1_000_003 + number)
@@ -37,6 +38,8 @@ class BatchStream:
     """
 
     def __init__(self, dataset: Dataset, batch_size: int, seed: int = 0, shuffle: bool = True, drop_last: bool = False, **loader: Any):
+        if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+            raise ConfigError(f"dataloader.batch_size={batch_size!r} must be a whole number, at least 1")
         if len(dataset) == 0:
             raise ConfigError("the dataset has no windows to train on")
         if drop_last and len(dataset) < batch_size:
@@ -61,9 +64,13 @@ class BatchStream:
 
     def batches(self, start: int = 0) -> Iterator[Any]:
         """Batches from number `start` on."""
-        sampler = enumerate(self.indices(start), start)
+        # As numpy arrays: tensors would be sent to worker processes as handles of shared memory.
+        sampler = ((number, indices.numpy()) for number, indices in enumerate(self.indices(start), start))
         # A generator of its own: an iterator of a DataLoader draws a seed, and must not draw it from the training's random numbers.
-        return iter(DataLoader(self.source, batch_size=None, sampler=sampler, generator=torch.Generator(), **self.loader))
+        try:
+            return iter(DataLoader(self.source, batch_size=None, sampler=sampler, generator=torch.Generator(), **self.loader))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"dataloader: {error}") from error
 
     def batch(self, number: int) -> Any:
-        return self.source[number, next(self.indices(number))]
+        return self.source[number, next(self.indices(number)).numpy()]

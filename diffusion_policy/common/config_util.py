@@ -6,10 +6,12 @@ import operator
 import pathlib
 from typing import Any
 
+import hydra
 import torch
-from omegaconf import OmegaConf
+from hydra.errors import InstantiationException
+from omegaconf import DictConfig, OmegaConf
 
-from diffusion_policy.common.errors import ConfigError
+from diffusion_policy.common.errors import ConfigError, UserError
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 
@@ -96,3 +98,41 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError(f"device {name!r} was asked for but this machine has no MPS device; use auto or cpu")
     return device
+
+
+# ---------------------------------------------------------------------- objects from sections
+def section(cfg: DictConfig, name: str) -> DictConfig:
+    """cfg.<name>, which must be a section."""
+    value = OmegaConf.select(cfg, name)
+    if not OmegaConf.is_dict(value):
+        raise ConfigError(f"{name} must be a section of the config, not {value!r}")
+    return value
+
+
+def build(cfg: DictConfig, name: str, **arguments: Any) -> Any:
+    """The object that the section cfg.<name> describes; raises the UserError that its maker raised, or a ConfigError that says what failed."""
+    described = section(cfg, name)
+    if "_target_" not in described:
+        raise ConfigError(f"{name} has no _target_, the class to build it from")
+    try:
+        return hydra.utils.instantiate(described, **arguments)
+    except InstantiationException as error:
+        cause: BaseException = error
+        while isinstance(cause, InstantiationException) and cause.__cause__ is not None:
+            cause = cause.__cause__
+        if isinstance(cause, (UserError, MemoryError)):
+            raise cause from error
+        # Messages of our own say what to do; others need their type to be understood.
+        text = str(cause) if isinstance(cause, (ValueError, TypeError)) else f"{type(cause).__name__}: {cause}"
+        raise ConfigError(f"{name} cannot be built: {text}") from error
+
+
+def get_class(target: Any, base: type) -> type:
+    """The class with the dotted name `target`, which must be a `base`."""
+    try:
+        kind = hydra.utils.get_class(target)
+    except (ImportError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"_target_={target!r} is not a class that can be imported: {error}") from error
+    if not issubclass(kind, base):
+        raise ConfigError(f"_target_={target!r} is not a {base.__name__}")
+    return kind

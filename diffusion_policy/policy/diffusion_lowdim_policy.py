@@ -1,4 +1,6 @@
 """Training and sampling of a low-dimensional diffusion policy, whatever its network."""
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -102,15 +104,22 @@ class DiffusionLowdimPolicy(BaseLowdimPolicy):
         return result
 
     def _checked_obs(self, obs_dict: dict[str, torch.Tensor]) -> torch.Tensor:
+        if not isinstance(obs_dict, Mapping):
+            raise ConfigError(f"predict_action takes a dictionary with the key 'obs', not a {type(obs_dict).__name__}.")
         if "past_action" in obs_dict:
             raise ConfigError("This policy cannot use 'past_action': set past_action_visible=False.")
         if "obs" not in obs_dict:
-            raise ConfigError(f"predict_action needs the key 'obs', but got: {', '.join(obs_dict) or 'none'}.")
+            raise ConfigError(f"predict_action needs the key 'obs', but got: {', '.join(map(str, obs_dict)) or 'none'}.")
         obs = obs_dict["obs"]
-        if obs.ndim != 3 or obs.shape[1] < self.n_obs_steps or obs.shape[2] != self.obs_dim:
+        if not isinstance(obs, torch.Tensor) or obs.layout is not torch.strided or obs.device.type == "meta" or obs.is_complex():
+            kind = f"{obs.dtype} in {obs.layout} on {obs.device}" if isinstance(obs, torch.Tensor) else type(obs).__name__
+            raise ConfigError(f"predict_action expects 'obs' as a dense tensor of real numbers, but got {kind}.")
+        if obs.ndim != 3 or len(obs) == 0 or obs.shape[1] < self.n_obs_steps or obs.shape[2] != self.obs_dim:
             raise ConfigError(
                 f"predict_action expects 'obs' of shape (B, n_obs_steps >= {self.n_obs_steps}, obs_dim = {self.obs_dim}), "
                 f"but got {tuple(obs.shape)}.")
+        if not bool(torch.isfinite(self.normalizer["obs"].normalize(obs[:, :self.n_obs_steps])).all()):
+            raise ConfigError("'obs' holds NaN, infinity, or numbers too large to normalise.")
         return obs
 
     # ========= training =========

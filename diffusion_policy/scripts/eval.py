@@ -13,19 +13,16 @@ import sys
 import time
 from typing import Any, Iterator
 
-import hydra
 import numpy as np
 import torch
-from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from diffusion_policy.common import checkpoint_io
-from diffusion_policy.common.config_util import register_resolvers, resolve_device
+from diffusion_policy.common.config_util import build, register_resolvers, resolve_device
 from diffusion_policy.common.errors import CheckpointError, ConfigError, UserError
 from diffusion_policy.common.random_state import seed_everything
 from diffusion_policy.common.statistics import mean_interval
 from diffusion_policy.common.weights_io import acting_weights
-from diffusion_policy.scripts.train import explain
 
 #: First seed of each named set. `mip` shares its starts with the public demonstrations, `heldout` does not.
 SEED_SETS = {"mip": 0, "heldout": 100000}
@@ -49,8 +46,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     try:
         evaluate(options)
-    except (UserError, InstantiationException, ValueError) as error:
-        sys.exit(f"error: {explain(error)}")
+    except (UserError, ValueError) as error:
+        sys.exit(f"error: {error}")
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
@@ -94,7 +91,7 @@ def load_policy(cfg: DictConfig, payload: dict[str, Any]) -> torch.nn.Module:
     """The policy of a checkpoint with the weights that are meant to act: the averaged ones if there are any."""
     register_resolvers()
     weights = payload["state_dicts"][acting_weights(payload)]
-    policy = hydra.utils.instantiate(cfg.policy)
+    policy = build(cfg, "policy")
     try:
         policy.load_state_dict(weights)
     except RuntimeError as error:
@@ -121,8 +118,7 @@ def make_runner(cfg: DictConfig, options: argparse.Namespace, output: pathlib.Pa
         changes["n_test"] = options.n_episodes
     if options.seeds is not None:
         changes["test_start_seed"] = SEED_SETS[options.seeds]
-    section = cfg.task.env_runner
-    return hydra.utils.instantiate(section, output_dir=str(output), **changes)
+    return build(cfg, "task.env_runner", output_dir=str(output), **changes)
 
 
 @contextlib.contextmanager

@@ -9,11 +9,11 @@ import os
 import sys
 
 import hydra
-from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
-from diffusion_policy.common.config_util import config_dir, register_resolvers
+from diffusion_policy.common.config_util import config_dir, get_class, register_resolvers
 from diffusion_policy.common.errors import UserError
+from diffusion_policy.workspace.base_workspace import BaseWorkspace
 
 register_resolvers()
 
@@ -25,18 +25,11 @@ def main(cfg: DictConfig) -> None:
         sys.exit("choose a configuration with --config-name=NAME; there are:\n  " + "\n  ".join(names))
     OmegaConf.resolve(cfg)      # now, so that every ${now:...} is the same moment
     try:
-        hydra.utils.get_class(cfg._target_)(cfg).run()
-    except (UserError, InstantiationException) as error:
+        get_class(cfg._target_, BaseWorkspace)(cfg).run()
+    except UserError as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        sys.exit(f"error: {explain(error)}\n(HYDRA_FULL_ERROR=1 shows where)")
-
-
-def explain(error: BaseException) -> str:
-    """The message of what went wrong, without Hydra's account of where it was when it did."""
-    while isinstance(error, InstantiationException) and error.__cause__ is not None:
-        error = error.__cause__
-    return str(error) if isinstance(error, (UserError, ValueError, TypeError)) else f"{type(error).__name__}: {error}"
+        sys.exit(f"error: {error}\n(HYDRA_FULL_ERROR=1 shows where)")
 
 
 if __name__ == "__main__":

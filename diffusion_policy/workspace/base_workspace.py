@@ -4,12 +4,11 @@ from __future__ import annotations
 import pathlib
 from typing import Any, Sequence
 
-import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from diffusion_policy.common import checkpoint_io
-from diffusion_policy.common.config_util import register_resolvers
+from diffusion_policy.common.config_util import get_class, register_resolvers
 from diffusion_policy.common.errors import CheckpointError
 
 register_resolvers()
@@ -90,7 +89,7 @@ class BaseWorkspace:
         """The workspace that wrote `path`, or an instance of this class if it is more specific than BaseWorkspace."""
         payload = checkpoint_io.load(path, trust=trust)
         cfg = OmegaConf.create(payload["cfg"])
-        kind = hydra.utils.get_class(cfg._target_) if cls is BaseWorkspace else cls
+        kind = get_class(cfg.get("_target_"), BaseWorkspace) if cls is BaseWorkspace else cls
         instance = kind(cfg, output_dir=output_dir)
         instance.load_payload(payload, exclude_keys=exclude_keys, include_keys=include_keys)
         return instance

@@ -14,7 +14,6 @@ import signal
 import sys
 from typing import Any, Iterator
 
-import hydra
 import torch
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
@@ -22,7 +21,7 @@ from tqdm import tqdm
 from diffusion_policy.common import checkpoint_io
 from diffusion_policy.common.batch_stream import BatchStream
 from diffusion_policy.common.checkpoint_util import TopKCheckpointManager
-from diffusion_policy.common.config_util import resolve_device
+from diffusion_policy.common.config_util import build, resolve_device, section
 from diffusion_policy.common.errors import CheckpointError, ConfigError, DivergedError, StorageError
 from diffusion_policy.common.json_logger import JsonLogger
 from diffusion_policy.common.plot_util import plot_learning_curve
@@ -46,6 +45,11 @@ TRAINING = {
     "rollout_every": 1, "checkpoint_every": 1, "val_every": 1, "sample_every": 1, "log_every": 50,
     "max_train_steps": None, "max_val_steps": None, "tqdm_interval_sec": 1.0,
 }
+#: The least that a setting may be; those that are null by default may be null.
+AT_LEAST = {"seed": 0, "lr_warmup_steps": 0, "num_epochs": 0, "steps_per_epoch": 1, "gradient_accumulate_every": 1, "max_skipped_steps": 0, "rollout_every": 1,
+            "checkpoint_every": 1, "val_every": 1, "sample_every": 1, "log_every": 1, "max_train_steps": 1, "max_val_steps": 1}
+#: What a config must have.
+SECTIONS = ("policy", "optimizer", "dataloader", "val_dataloader", "training", "checkpoint", "checkpoint.topk", "logging", "task", "task.dataset", "task.env_runner")
 #: What upstream's training.debug stands for.
 DEBUG = {"num_epochs": 2, "max_train_steps": 3, "max_val_steps": 3, "rollout_every": 1, "checkpoint_every": 1, "val_every": 1,
          "sample_every": 1}
@@ -67,9 +71,13 @@ class TrainWorkspace(BaseWorkspace):
 
     def __init__(self, cfg: DictConfig, output_dir: str | None = None):
         super().__init__(cfg, output_dir)
+        for name in SECTIONS:
+            section(cfg, name)
         self.settings = _training_settings(cfg.training)
         seed_everything(self.settings.seed)
-        self.model = hydra.utils.instantiate(cfg.policy)
+        self.model = build(cfg, "policy")
+        if not (isinstance(self.model, torch.nn.Module) and hasattr(self.model, "compute_loss")):
+            raise ConfigError(f"policy._target_={cfg.policy._target_} is not a policy: it has no compute_loss")
         self.ema_model = copy.deepcopy(self.model) if self.settings.use_ema else None
         self.optimizer = self._make_optimizer()
         self.global_step = 0
@@ -87,8 +95,11 @@ class TrainWorkspace(BaseWorkspace):
         if self.settings.freeze_encoder:
             self.model.obs_encoder.requires_grad_(False)
         if "_target_" in self.cfg.optimizer:
-            return hydra.utils.instantiate(self.cfg.optimizer, params=self.model.parameters(), _convert_="all")
-        return self.model.get_optimizer(**OmegaConf.to_container(self.cfg.optimizer, resolve=True))
+            return build(self.cfg, "optimizer", params=self.model.parameters(), _convert_="all")
+        try:
+            return self.model.get_optimizer(**OmegaConf.to_container(self.cfg.optimizer, resolve=True))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"the section optimizer, which has no _target_, does not fit the policy's own optimiser: {error}") from error
 
     # ------------------------------------------------------------------ the run
     def run(self) -> dict[str, Any]:
@@ -96,7 +107,8 @@ class TrainWorkspace(BaseWorkspace):
         with _only_run_in(output):
             checkpoints = self._checkpoints_to_resume()
             self.prepare()
-            runner = hydra.utils.instantiate(self.cfg.task.env_runner, output_dir=str(output))
+            with isolated_random_state(self.settings.seed):
+                runner = build(self.cfg, "task.env_runner", output_dir=str(output))
             if checkpoints:
                 self._resume(checkpoints)
             checkpoint_io.write_atomically(output / "config.yaml", lambda file: file.write(OmegaConf.to_yaml(self.cfg, resolve=True).encode()))
@@ -123,7 +135,8 @@ class TrainWorkspace(BaseWorkspace):
     def prepare(self) -> None:
         """Load the data and make all that a training step needs."""
         cfg, s = self.cfg, self.settings
-        dataset = hydra.utils.instantiate(cfg.task.dataset)
+        with isolated_random_state(s.seed):     # a dataset that draws numbers when it fills a cache must not shift the training's
+            dataset = build(cfg, "task.dataset")
         self.stream = _stream(dataset, cfg.dataloader, s.seed)
         validation = dataset.get_validation_dataset()
         self.val_stream = _stream(validation, cfg.val_dataloader, s.seed) if len(validation) else None
@@ -137,8 +150,11 @@ class TrainWorkspace(BaseWorkspace):
         self.total_steps = self.steps_per_epoch * s.num_epochs
         self.lr_scheduler = get_scheduler(s.lr_scheduler, optimizer=self.optimizer, num_warmup_steps=s.lr_warmup_steps,
                                           num_training_steps=max(1, self.total_steps))
-        self.ema = hydra.utils.instantiate(cfg.ema, model=self.ema_model) if self.ema_model is not None else None
-        self.topk = TopKCheckpointManager(save_dir=str(self.get_checkpoint_path().parent), **cfg.checkpoint.topk)
+        self.ema = build(cfg, "ema", model=self.ema_model) if self.ema_model is not None else None
+        try:
+            self.topk = TopKCheckpointManager(save_dir=str(self.get_checkpoint_path().parent), **cfg.checkpoint.topk)
+        except TypeError as error:
+            raise ConfigError(f"checkpoint.topk: {error}") from error
         self.random_state = RandomState()
         self.device = resolve_device(s.device)
         self.model.to(self.device)
@@ -376,9 +392,18 @@ def _training_settings(section: DictConfig) -> DictConfig:
     settings = OmegaConf.merge(TRAINING, section)
     if settings.debug:
         settings = OmegaConf.merge(settings, DEBUG)
-    for key in ("rollout_every", "checkpoint_every", "val_every", "sample_every", "log_every", "gradient_accumulate_every"):
-        if settings[key] < 1:
-            raise ConfigError(f"training.{key}={settings[key]} must be at least 1")
+    for key, least in AT_LEAST.items():
+        value = settings[key]
+        if value is None and TRAINING[key] is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
+            raise ConfigError(f"training.{key}={value!r} must be a whole number, at least {least}")
+    for key in ("debug", "resume", "use_ema", "freeze_encoder"):
+        if not isinstance(settings[key], bool):
+            raise ConfigError(f"training.{key}={settings[key]!r} must be true or false")
+    clip = settings.grad_clip_norm
+    if clip is not None and not (isinstance(clip, (int, float)) and clip > 0):
+        raise ConfigError(f"training.grad_clip_norm={clip!r} must be a number above 0, or null for no clipping")
     return settings
 
 
