@@ -173,9 +173,8 @@ def compute(policy: torch.nn.Module, dataset: Any, windows: np.ndarray, step: in
         raise ValueError(f"--step {step}: the action chunk has steps 0 to {horizon - 1}")
 
     batch = dict_apply(default_collate([dataset[int(i)] for i in windows]), lambda x: x.to(device))
-    generator.check_observation(batch["obs"])
     policy.to(device)
-    features = generator.embedding(generator.encode(policy.normalizer["obs"].normalize(batch["obs"]))).cpu()
+    features = generator.embedding(generator.encode(policy.normalise_observation(batch["obs"]))).cpu()
     if not features.isfinite().all():
         raise ValueError("the encoder returns features that are not finite: the run has diverged, take an earlier checkpoint")
     chunk = slice(generator.start, generator.start + horizon)

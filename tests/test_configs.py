@@ -10,7 +10,9 @@ from diffusion_policy.common import checkpoint_io
 from diffusion_policy.scripts import eval as eval_script
 from tests.util import ROOT, load_config, write_pusht
 
-CONFIGS = sorted(path.stem for path in (ROOT / "config").glob("train_*.yaml"))
+NAMES = sorted(path.stem for path in (ROOT / "config").glob("train_*.yaml"))
+IMAGE = [name for name in NAMES if name.endswith("_image")]
+CONFIGS = [name for name in NAMES if name not in IMAGE]
 ABLATIONS = sorted(path.stem for path in (ROOT / "config/ablation").glob("*.yaml"))
 UPSTREAM = ["train_diffusion_transformer_lowdim_pusht_workspace", "train_diffusion_unet_lowdim_workspace"]
 NAMED = [*UPSTREAM, *(f"train_{objective}_{backbone}_lowdim" for objective in ("idp", "naive_drifting") for backbone in ("transformer", "unet", "mlp"))]
@@ -49,6 +51,45 @@ def test_trains_checkpoints_and_evaluates(name, tmp_path, data):
     expected = workspace.policy.eval().predict_action(obs)["action"]
     torch.manual_seed(0)
     assert torch.equal(policy.predict_action(obs)["action"], expected)
+
+
+@pytest.mark.parametrize("name", ["train_idp_transformer_image", "train_naive_drifting_unet_image", "train_consistency_mlp_image", "train_ofp_mlp_image"])
+def test_trains_and_evaluates_from_images(name, tmp_path, data):
+    workspace, summary = run(name, tmp_path / "run", data, "training.steps_per_epoch=1", "task.env_runner.n_test=1", "task.env_runner.n_test_vis=0",
+                             "task.env_runner.max_steps=8")
+    assert summary["steps"] == 2 and summary["evaluations"] == 2
+    payload = checkpoint_io.load(summary["checkpoint"])
+    policy = eval_script.load_policy(OmegaConf.create(payload["cfg"]), payload).eval()
+    obs = {"image": torch.rand(2, 2, 3, 96, 96), "agent_pos": torch.rand(2, 2, 2) * 400}
+    torch.manual_seed(0)
+    expected = workspace.policy.eval().predict_action(obs)["action"]
+    torch.manual_seed(0)
+    assert torch.equal(policy.predict_action(obs)["action"], expected)
+
+
+def test_every_configuration_of_a_state_has_one_of_images():
+    siblings = [name.replace("_lowdim", "_image") for name in CONFIGS if name not in UPSTREAM]
+    assert sorted(siblings) == IMAGE and len(IMAGE) == 45
+
+
+@pytest.mark.parametrize("name", IMAGE)
+def test_image_configurations_build(name):
+    """They differ from their siblings in the encoder, the task and their sizes alone."""
+    cfg, sibling = load_config(name), load_config(name.replace("_image", "_lowdim"))
+    changed = {key for key in cfg.policy if cfg.policy[key] != sibling.policy.get(key)}
+    assert changed == {"obs_encoder", "shape_meta", "obs_dim"} and cfg.name == name and cfg.task.name == "pusht_image"
+    assert cfg.dataloader.batch_size == cfg.val_dataloader.batch_size == 256
+    small = load_config(name, "preset=debug")
+    policy = hydra.utils.instantiate(small.policy)
+    assert policy.obs_encoder.frame.rgb_keys == ["image"] and type(policy) is hydra.utils.get_class(cfg.policy._target_)
+    assert issubclass(hydra.utils.get_class(cfg._target_), hydra.utils.get_class("diffusion_policy.workspace.train_workspace.TrainWorkspace"))
+
+
+@pytest.mark.parametrize("backbone, count", [("transformer", 11_522_112), ("unet", 11_374_144), ("mlp", 11_702_848)])
+def test_image_encoders_have_the_protocol_s_size(backbone, count):
+    with torch.device("meta"):
+        policy = hydra.utils.instantiate(load_config(f"train_idp_{backbone}_image").policy)
+    assert sum(p.numel() for p in policy.obs_encoder.parameters()) == count
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -128,8 +169,11 @@ def test_layers_of_the_code(repo_root):
 
     upstream = {
         "diffusion_policy.model.common.normalizer": {"LinearNormalizer", "SingleFieldLinearNormalizer"},
+        "diffusion_policy.model.diffusion.conditional_unet1d": {"ConditionalUnet1D"},
+        "diffusion_policy.policy.base_image_policy": {"BaseImagePolicy"},
         "diffusion_policy.policy.base_lowdim_policy": {"BaseLowdimPolicy"},
         "diffusion_policy.workspace.base_workspace": {"BaseWorkspace"},
+        "diffusion_policy.workspace.train_diffusion_unet_image_workspace": {"TrainDiffusionUnetImageWorkspace"},
         "diffusion_policy.workspace.train_diffusion_unet_lowdim_workspace": {"TrainDiffusionUnetLowdimWorkspace"},
         "diffusion_policy.common.pytorch_util": {"dict_apply"},
     }

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from diffusion_policy.model.common.normalizer import LinearNormalizer
+from diffusion_policy.policy.base_image_policy import BaseImagePolicy
 from diffusion_policy.policy.base_lowdim_policy import BaseLowdimPolicy
-from idp_workspace.generator import build_generator
+from idp_workspace.generator import all_finite, build_generator
 from idp_workspace.options import split_options
 
 
-class GeneratorPolicy(BaseLowdimPolicy):
+class GeneratorPolicy(BaseLowdimPolicy, BaseImagePolicy):
     """A policy made of a generator and an objective.
 
     A subclass names its arguments in the dataclass `Options` and defines two methods on normalised tensors:
@@ -21,6 +22,7 @@ class GeneratorPolicy(BaseLowdimPolicy):
         loss(cond, actions (B, H, D)) -> scalar          how the generator is trained
         sample(cond, batch) -> (batch, H, D)             how it acts
 
+    The observation is one vector 'obs' of obs_dim numbers, or, with shape_meta, images and vectors by key: the generator's concern.
     It accepts what upstream's policy constructors accept. State-dict keys: model.*, obs_encoder.*, normalizer.*.
     """
 
@@ -50,18 +52,28 @@ class GeneratorPolicy(BaseLowdimPolicy):
     def loss(self, cond: Tensor, actions: Tensor) -> Tensor:
         raise NotImplementedError("an objective defines how its generator is trained")
 
-    def compute_loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """Scalar loss of a batch {'obs': (B, T, Do), 'action': (B, T, Da)} in the units of the dataset."""
-        normalised = self.normalizer.normalize({"obs": batch["obs"], "action": batch["action"]})
+    def compute_loss(self, batch: dict[str, Any]) -> Tensor:
+        """Scalar loss of a batch {'obs': (B, >=To, Do) or {key: (B, >=To, *shape)}, 'action': (B, T, Da)} in the units of the dataset."""
+        for name in ("obs", "action"):
+            if name not in batch:
+                raise ValueError(f"the batch has no entry {name!r} (it has: {', '.join(map(str, batch)) or 'none'})")
         first = self.generator.start
-        actions = normalised["action"][:, first : first + self.generator.horizon]
+        actions = self.normalizer["action"].normalize(batch["action"])[:, first : first + self.generator.horizon]
         if actions.shape[1:] != (self.generator.horizon, self.action_dim):
             raise ValueError(f"the batch has action chunks of shape {tuple(batch['action'].shape[1:])}, the policy is built for "
                              f"({self.horizon}, {self.action_dim})")
-        self.generator.check_observation(normalised["obs"])
-        return self.loss_of(normalised["obs"], actions)
+        # On an accelerator, a look at the values would hold up every step; the training loop reads the loss instead.
+        obs = self.normalise_observation(batch["obs"], finite=batch["action"].device.type == "cpu")
+        return self.loss_of(obs, actions)
 
-    def loss_of(self, obs: Tensor, actions: Tensor) -> Tensor:
+    def normalise_observation(self, obs: Any, finite: bool = True) -> Tensor | dict[str, Tensor]:
+        """(B, >=To, Do) or {key: (B, >=To, *shape)}, in the units of the dataset -> normalised, for `generator.encode`. Checked first."""
+        obs = self.generator.check_observation(obs, finite)
+        if isinstance(obs, dict):
+            return {key: self.normalizer[key].normalize(value) for key, value in obs.items()}
+        return self.normalizer["obs"].normalize(obs)
+
+    def loss_of(self, obs: Tensor | dict[str, Tensor], actions: Tensor) -> Tensor:
         """The loss from normalised observations, for objectives to which the observation matters in more than one encoding."""
         return self.loss(self.generator.encode(obs), actions)
 
@@ -96,12 +108,16 @@ class GeneratorPolicy(BaseLowdimPolicy):
 
     @torch.no_grad()
     def predict_action(self, obs_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """{'obs': (B, >=To, Do)} -> {'action': (B, Ta, Da) to execute, 'action_pred': (B, H, Da)}, in the units of the dataset."""
-        if "obs" not in obs_dict:
-            raise ValueError(f"the observation has no entry 'obs' (it has: {', '.join(map(str, obs_dict)) or 'none'})")
-        self.generator.check_observation(obs_dict["obs"])
-        obs = self.normalizer["obs"].normalize(obs_dict["obs"])
-        prediction = self.normalizer["action"].unnormalize(self.sample(self.generator.encode(obs), len(obs)))
+        """{'obs': (B, >=To, Do)} or {key: (B, >=To, *shape)} -> {'action': (B, Ta, Da) to execute, 'action_pred': (B, H, Da)}.
+
+        All in the units of the dataset. Images are uint8, or floats in [0, 1].
+        """
+        self.generator.check_keys(obs_dict)
+        cond = self.generator.encode(self.normalise_observation(obs_dict if self.obs_dim is None else obs_dict["obs"]))
+        prediction = self.normalizer["action"].unnormalize(self.sample(cond, len(cond)))
+        if not all_finite(prediction):
+            raise RuntimeError(f"{type(self).__name__} predicted actions that are not finite from an observation that is: its weights or its "
+                               "normaliser are broken, take an earlier checkpoint")
         if self.pred_action_steps_only:
             return {"action": prediction, "action_pred": prediction}
         first = self.n_obs_steps - 1 if self.oa_step_convention else self.n_obs_steps
