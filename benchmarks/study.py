@@ -4,7 +4,8 @@
 
 A study is a YAML file: what it is called, overrides for all runs, and the runs, each a name, a config and its own overrides. Runs go to
 data/studies/<study>/<run>/, tables to results/<study>/. It can be stopped and started again at any time: what is finished is not
-repeated, what was interrupted continues from its checkpoint.
+repeated, what was interrupted continues from its checkpoint. Times are measured at the end, one run after the other on one thread, when
+nothing of the study disturbs them.
 """
 from __future__ import annotations
 
@@ -13,15 +14,23 @@ import concurrent.futures
 import json
 import os
 import pathlib
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from typing import Any
 
+import torch
 import yaml
+from omegaconf import OmegaConf
 from tqdm import tqdm
 
+from diffusion_policy.common import checkpoint_io
 from diffusion_policy.common.checkpoint_io import versions, write_atomically
+from diffusion_policy.common.config_util import get_class, register_resolvers
+from diffusion_policy.scripts.eval import latency
+from diffusion_policy.workspace.base_workspace import BaseWorkspace
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -38,30 +47,49 @@ def run(study: dict[str, Any], entry: dict[str, Any], threads: int) -> dict[str,
             subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True)
 
         if not (folder / "summary.json").is_file():
-            started = time.monotonic()
             call(*train, "training.resume=true", f"hydra.run.dir={folder}")
-            spent = json.loads((folder / "time.json").read_text()) if (folder / "time.json").is_file() else 0.0
-            (folder / "time.json").write_text(json.dumps(spent + time.monotonic() - started))
         if not (folder / "eval/eval_log.json").is_file():
             call("eval.py", "--checkpoint", str(folder / "checkpoints/latest.ckpt"), "--output_dir", str(folder / "eval"), "--device", "cpu",
                  *study.get("eval", []), *entry.get("eval", []))
     summary = json.loads((folder / "summary.json").read_text())
     log = json.loads((folder / "eval/eval_log.json").read_text())
+    times = json.loads((folder / "times.json").read_text()) if (folder / "times.json").is_file() else {}
     return {
         "name": entry["name"], "command": f"python {' '.join(train)}", "score": log["test/mean_score"], "interval_95": log["interval_95"],
         "best_evaluation": summary["best_score"], "n_episodes": log["n_episodes"], "nfe": log["nfe"], "steps": summary["steps"],
-        "seconds": json.loads((folder / "time.json").read_text()), "latency_p50_ms": log["latency_ms"]["p50"],
+        **{key: times.get(key) for key in ("step_ms", "latency_p50_ms")},
     }
+
+
+def measure(study: dict[str, Any], entry: dict[str, Any], steps: int = 30) -> None:
+    """Write times.json of a finished run: the median training step (without fetching the data) and predict_action at batch 1."""
+    folder = ROOT / "data/studies" / study["name"] / entry["name"]
+    register_resolvers()
+    cfg = OmegaConf.create(checkpoint_io.load(folder / "checkpoints/latest.ckpt")["cfg"])
+    with tempfile.TemporaryDirectory() as output:
+        workspace = get_class(cfg._target_, BaseWorkspace)(cfg, output_dir=output)
+        workspace.prepare()
+        batches, seconds = workspace.stream.batches(), []
+        for _ in range(steps + 5):
+            batch = iter([next(batches) for _ in range(workspace.settings.gradient_accumulate_every)])
+            started = time.perf_counter()
+            workspace.optimise(batch)
+            seconds.append(time.perf_counter() - started)
+    obs = {"obs": workspace.stream.batch(0)["obs"][:1]}
+    p50 = latency(workspace.policy.eval(), obs, workspace.device)["p50"]
+    times = {"step_ms": 1000 * statistics.median(seconds[5:]), "latency_p50_ms": p50}
+    write_atomically(folder / "times.json", lambda file: file.write(json.dumps(times).encode()))
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown, best score first."""
-    head = "| run | score | 95 % interval | network calls | steps | training ms / step (with evaluations) | inference p50 ms |\n|---|---|---|---|---|---|---|\n"
+    head = "| run | score | 95 % interval | network calls | steps | training step, ms | inference p50, ms |\n|---|---|---|---|---|---|---|\n"
+    number = lambda value, places: "-" if value is None else f"{value:.{places}f}"
     lines = []
     for row in sorted(rows, key=lambda row: -row["score"]):
         low, high = row["interval_95"]
-        per_step = f"{1000 * row['seconds'] / row['steps']:.0f}" if row["steps"] else "-"
-        lines.append(f"| {row['name']} | {row['score']:.3f} | {low:.2f} to {high:.2f} | {row['nfe']:g} | {row['steps']} | {per_step} | {row['latency_p50_ms']:.2f} |")
+        lines.append(f"| {row['name']} | {row['score']:.3f} | {low:.2f} to {high:.2f} | {row['nfe']:g} | {row['steps']} | {number(row['step_ms'], 0)} "
+                     f"| {number(row['latency_p50_ms'], 2)} |")
     return head + "\n".join(lines)
 
 
@@ -71,7 +99,7 @@ def write(study: dict[str, Any], source: pathlib.Path, rows: list[dict[str, Any]
     command = f"python -m benchmarks.study {source.resolve().relative_to(ROOT)} --jobs {jobs} --threads {threads}"
     data = {"command": command, "study": study, "rows": rows, "versions": versions(), "cpu_threads_per_run": threads, "jobs": jobs}
     write_atomically(folder / "results.json", lambda file: file.write(json.dumps(data, indent=2).encode()))
-    text = f"# {study['title']}\n\n{study['description']}\n\n{table(rows)}\n\nMade with `{command}`; every run's own command, and all versions, are in results.json.\n"
+    text = f"# {study['title']}\n\n{study['description']}\n\n{table(rows)}\n\nTimes on one thread, measured one after the other at the end. Made with `{command}`; every run's own command, and all versions, are in results.json.\n"
     write_atomically(folder / "README.md", lambda file: file.write(text.encode()))
     return folder
 
@@ -100,6 +128,13 @@ def main() -> None:
                 failed.append(futures[future])
                 tqdm.write(f"{futures[future]} failed ({error}); see data/studies/{study['name']}/{futures[future]}/study.log")
             bar.update()
+    torch.set_num_threads(1)
+    finished = {row["name"] for row in rows}
+    for entry in tqdm([entry for entry in entries if entry["name"] in finished], desc="times", unit="run", disable=None):
+        if not (ROOT / "data/studies" / study["name"] / entry["name"] / "times.json").is_file():
+            measure(study, entry)
+    rows = [run(study, entry, options.threads) for entry in entries if entry["name"] in finished]
+    write(study, options.study, rows, options.jobs, options.threads)
     print(table(rows))
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")

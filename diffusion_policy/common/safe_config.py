@@ -6,6 +6,8 @@ command line, is theirs and is not restricted.
 """
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import inspect
 import os
 from typing import Any
@@ -16,8 +18,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from diffusion_policy.common.errors import CheckpointError
 
-#: Packages all of whose classes may be built. More can be named, separated by commas, in the environment variable.
-PACKAGES = ("diffusion_policy", "idp_workspace")
+#: Installed packages that extend this one say so by an entry point of this group; all of their classes may be built, as may our own.
+PLUGINS = "diffusion_policy.plugins"
+#: More packages can be named, separated by commas, in this environment variable.
 VARIABLE = "DIFFUSION_POLICY_ALLOWED_PACKAGES"
 #: Parts of libraries whose classes may be built.
 LIBRARIES = ("torch.nn", "torch.optim", "diffusers.schedulers")
@@ -59,7 +62,13 @@ def _check_target(target: Any, where: str, path: str) -> None:
 
 
 def _packages() -> tuple[str, ...]:
-    return (*PACKAGES, *(name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()))
+    named = (name.strip() for name in os.environ.get(VARIABLE, "").split(","))
+    return ("diffusion_policy", *_plugins(), *(name for name in named if name))
+
+
+@functools.cache
+def _plugins() -> tuple[str, ...]:
+    return tuple(sorted({point.value for point in importlib.metadata.entry_points(group=PLUGINS)}))
 
 
 def _inside(name: str, packages: tuple[str, ...]) -> bool:
