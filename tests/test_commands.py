@@ -280,3 +280,23 @@ def test_wandb_offline_works_without_a_network(tmp_path, data):
                           env={key: value for key, value in ENV.items() if not key.startswith("WANDB")})
     assert done.returncode == 0, done.stderr
     assert list((run / "wandb").glob("offline-run-*"))
+
+
+def test_an_evaluation_that_lost_episodes_says_so_and_gives_no_score(finished, tmp_path, monkeypatch, capsys):
+    from diffusion_policy.env.pusht.pusht_env import PushTEnv
+    from diffusion_policy.scripts import eval as eval_script
+
+    reset = PushTEnv.reset
+
+    def failing(self, *, seed=None, options=None):
+        if seed == 1:
+            raise OSError("the camera is gone")
+        return reset(self, seed=seed, options=options)
+
+    monkeypatch.setattr(PushTEnv, "reset", failing)
+    with pytest.raises(SystemExit) as stop:
+        eval_script.main(["-c", str(finished / "checkpoints/latest.ckpt"), "-o", str(tmp_path / "out"), "-n", "3", "--seeds", "mip", "-d", "cpu"])
+    assert "1 of 3 episodes could not be played (seeds 1)" in str(stop.value)
+    log = json.loads((tmp_path / "out/eval_log.json").read_text())
+    assert "test/mean_score" not in log and "interval_95" not in log and [episode["seed"] for episode in log["episodes"]] == [0, 2]
+    assert "the camera is gone" in log["lost"][0]["reason"]

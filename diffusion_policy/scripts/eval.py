@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from diffusion_policy.common import checkpoint_io
 from diffusion_policy.common.config_util import build, register_resolvers, resolve_device
-from diffusion_policy.common.errors import CheckpointError, ConfigError, UserError
+from diffusion_policy.common.errors import CheckpointError, ConfigError, EvaluationError, UserError
 from diffusion_policy.common.random_state import seed_everything
 from diffusion_policy.common.statistics import mean_interval
 from diffusion_policy.common.weights_io import acting_weights
@@ -79,6 +79,10 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
             "seeds": options.seeds or "task", "versions": checkpoint_io.versions(), "torch_threads": torch.get_num_threads()}
     text = json.dumps(log, indent=2, sort_keys=True)
     checkpoint_io.write_atomically(output / "eval_log.json", lambda file: file.write(text.encode()))
+    if log["lost"]:
+        raise EvaluationError(f"{len(log['lost'])} of {len(log['lost']) + log['n_episodes']} episodes could not be played (seeds "
+                              f"{', '.join(str(episode['seed']) for episode in log['lost'])}), so there is no mean score; the reasons, and the episodes "
+                              f"that were played, are in {output / 'eval_log.json'}")
     low, high = log["interval_95"]
     latency = log["latency_ms"]
     print(f"mean score {log['test/mean_score']:.3f}  (95 % interval {low:.3f} to {high:.3f}, {log['n_episodes']} episodes, best {log['best_score']:.3f})")
@@ -147,16 +151,14 @@ def counting(policy: torch.nn.Module) -> Iterator[dict[str, Any]]:
 
 def report(runner: Any, policy: torch.nn.Module, counter: dict[str, Any], device: torch.device) -> dict[str, Any]:
     episodes = [episode for episode in runner.episodes if episode["split"] == "test"]
-    scores = np.array([episode["max_reward"] for episode in episodes])
-    return {
-        "episodes": episodes,
-        "n_episodes": len(episodes),
-        "best_score": float(scores.max()),
-        "interval_95": mean_interval(scores),
-        "nfe": counter["network"] / counter["chunks"],
-        "latency_ms": latency(policy, counter["obs"], device),
-        "device": str(device),
-    }
+    lost = list(getattr(runner, "lost", ()))
+    out = {"episodes": episodes, "n_episodes": len(episodes), "lost": lost, "device": str(device)}
+    if not lost:    # statistics of fewer episodes than were asked for would be other numbers
+        scores = np.array([episode["max_reward"] for episode in episodes])
+        out |= {"best_score": float(scores.max()), "interval_95": mean_interval(scores)}
+    if counter["chunks"]:
+        out |= {"nfe": counter["network"] / counter["chunks"], "latency_ms": latency(policy, counter["obs"], device)}
+    return out
 
 
 @torch.no_grad()

@@ -302,7 +302,8 @@ class TrainWorkspace(BaseWorkspace):
         if "test/mean_score" in record:
             self.scores.append(record["test/mean_score"])
         self._log(record, tracker)
-        shown = [f"{key} {record[key]:.4g}" for key in ("train_loss", "val_loss", "train_action_mse_error", "test/mean_score") if key in record]
+        shown = [f"{key} {record[key]:.4g}" for key in ("train_loss", "val_loss", "train_action_mse_error", "test/mean_score", "test/lost_episodes")
+                 if key in record]
         say(f"epoch {self.epoch}, step {self.global_step}/{self.total_steps}: {', '.join(shown)}")
 
         self.epoch += 1
