@@ -2,6 +2,9 @@
 # make train   train IDP on PushT with the small preset, evaluate it, show where everything is
 # make test    install and run the test suite
 # make bench   speed and memory, as ratios within one run; writes results/bench.json
+# make fuzz    bad input for every reader, 10,000 cases; writes results/reliability/fuzz.json
+# make faults  runs that are killed, damaged and left without space; writes results/reliability/faults.json
+# make soak    memory, handles and processes over a long run; writes results/reliability/soak.json
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -9,7 +12,7 @@ CONFIG ?= train_idp_mlp_lowdim
 PRESET ?= cpu
 ARGS ?=
 
-.PHONY: setup train test bench clean
+.PHONY: setup train test bench fuzz faults soak clean
 setup: $(VENV)/.installed
 
 # torch first and alone: a pinned version keeps pip from choosing another build for the packages after it.
@@ -33,6 +36,9 @@ test: setup
 bench: setup
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps gym-pusht==0.1.8
 	$(PY) -m benchmarks --output results/bench.json $(ARGS)
+
+fuzz faults soak: setup
+	OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 $(PY) -m benchmarks.$@ --output results/reliability/$@.json $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -149,6 +149,8 @@ class Generator:
 
         if not isinstance(value, Tensor):
             raise ValueError(f"{key} must be a tensor {expected()}, got {type(value).__name__}")
+        if value.layout is not torch.strided or value.device.type == "meta":
+            raise ValueError(f"{key} must be a dense tensor with values {expected()}, got one in {value.layout} on {value.device}")
         shape = value.shape
         if len(shape) != 2 + len(entry.shape) or shape[1] < self.n_obs_steps or shape[2:] != entry.shape:
             raise ValueError(f"{key} must have shape {expected()}, got {tuple(shape)}")

@@ -284,7 +284,7 @@ def test_an_action_that_is_not_finite_is_an_error():
     for policy, data in (lowdim_policy(), (make().eval(), batch())):
         with torch.no_grad():
             policy.model.net[-1].bias.fill_(float("nan"))
-        with pytest.raises(RuntimeError, match="IDPPolicy predicted actions that are not finite"):
+        with pytest.raises(ValueError, match="IDPPolicy predicted actions that are not finite"):
             policy.predict_action(data["obs"] if isinstance(data["obs"], dict) else {"obs": data["obs"]})
 
 

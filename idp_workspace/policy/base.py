@@ -116,8 +116,8 @@ class GeneratorPolicy(BaseLowdimPolicy, BaseImagePolicy):
         cond = self.generator.encode(self.normalise_observation(obs_dict if self.obs_dim is None else obs_dict["obs"]))
         prediction = self.normalizer["action"].unnormalize(self.sample(cond, len(cond)))
         if not all_finite(prediction):
-            raise RuntimeError(f"{type(self).__name__} predicted actions that are not finite from an observation that is: its weights or its "
-                               "normaliser are broken, take an earlier checkpoint")
+            raise ValueError(f"{type(self).__name__} predicted actions that are not finite from an observation that is: either that holds numbers "
+                             "far beyond those of the dataset, or the weights are broken and an earlier checkpoint is needed")
         if self.pred_action_steps_only:
             return {"action": prediction, "action_pred": prediction}
         first = self.n_obs_steps - 1 if self.oa_step_convention else self.n_obs_steps
