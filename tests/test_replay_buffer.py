@@ -1,7 +1,15 @@
 """Replay buffers: upstream's files, round trips through every storage, and damaged data."""
+import base64
+import contextlib
 import json
+import os
+import pickle
 import shutil
 import tempfile
+import tracemalloc
+import warnings
+import zipfile
+import zlib
 
 import numcodecs
 import numpy as np
@@ -210,9 +218,26 @@ def good(tmp_path_factory):
     return path
 
 
+@pytest.fixture
+def copied(good, tmp_path):
+    """To be damaged."""
+    shutil.copytree(good, tmp_path / "b.zarr")
+    return tmp_path / "b.zarr"
+
+
+def without_checksums(path):
+    """As other software writes it."""
+    (path / ".zattrs").unlink()
+    return path
+
+
 def rewrite(path, name, values):
     root = zarr.open_group(path, mode="r+")
     root.create_array(name, data=np.asarray(values), overwrite=True, config={"write_empty_chunks": True})
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def cut(path):
@@ -242,12 +267,13 @@ def cut(path):
     (lambda p: cut(p / "data/action/.zarray"), "metadata of an array .* cannot be read"),
     (lambda p: cut(p / "meta/episode_ends/.zarray"), "metadata of an array .* cannot be read"),
 ])
-def test_damage_is_found_at_load(good, tmp_path, damage, words):
-    path = tmp_path / "b.zarr"
-    shutil.copytree(good, path)
-    damage(path)
+def test_damage_is_found_at_load(copied, damage, words):
+    damage(copied)
+    with pytest.raises(DataError):
+        ReplayBuffer.copy_from_path(copied, keys=["action", "img"])
+    without_checksums(copied)
     with pytest.raises(DataError, match=words):
-        ReplayBuffer.copy_from_path(path, keys=["action", "img"])
+        ReplayBuffer.copy_from_path(copied, keys=["action", "img"])
 
 
 def test_not_a_buffer_at_all(tmp_path):
@@ -269,3 +295,210 @@ def test_a_cast_must_keep_the_values():
     for bad in (0.5, -1.0, 256.0, np.nan):
         with pytest.raises(DataError, match="uint8"):
             read_array(np.array([1.0, bad]), "uint8")
+
+
+# Checksums
+
+def checksums(buffer_or_path):
+    root = buffer_or_path.root if isinstance(buffer_or_path, ReplayBuffer) else zarr.open_group(buffer_or_path, mode="r")
+    return root.attrs.get("checksums")
+
+
+@pytest.mark.parametrize("name", ["b.zarr", "b.zarr.zip"])
+def test_what_is_written_carries_checksums(tmp_path, name):
+    path = tmp_path / name
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of names that are twice in a zip
+        filled().save_to_path(path)
+    store = zarr.storage.ZipStore(path) if name.endswith("zip") else path
+    expected = checksums(store)
+    crc = zlib.crc32(filled()["action"].tobytes())
+    assert expected["data/action"] == f"<f4 15x2 crc32 {crc:08x}" and set(expected) == {"data/action", "data/img", "meta/episode_ends"}
+    ReplayBuffer.copy_from_path(path, store=tmp_path / "copy.zarr", chunks={"img": (2, 3, 3)}, compressors="disk")
+    assert checksums(tmp_path / "copy.zarr") == expected
+    ReplayBuffer.copy_from_path(path, store=tmp_path / "part.zarr", keys=["img"])
+    assert set(checksums(tmp_path / "part.zarr")) == {"data/img", "meta/episode_ends"}
+
+
+def test_changing_a_buffer_keeps_its_checksums_right(tmp_path):
+    grown = ReplayBuffer.create_empty_zarr(str(tmp_path / "b.zarr"))
+    for seed, length in enumerate((5, 7, 3)):
+        grown.add_episode({**episode(length, seed), "wide": np.arange(length)})
+        grown.add_episode({**episode(length, seed), "wide": np.arange(length, dtype=np.int16)})  # stored as int64
+    grown.update_meta({"fps": 10})
+    grown.set_chunks({"img": (4, 3, 3)})
+    grown.set_compressors({"action": "disk"})
+    copy = ReplayBuffer.copy_from_path(tmp_path / "b.zarr")
+    copy.save_to_path(tmp_path / "again.zarr")
+    assert checksums(grown) == checksums(tmp_path / "again.zarr") and len(checksums(grown)) == 5
+    grown.drop_episode()
+    assert checksums(grown) is None  # known again only after reading everything
+    grown.add_episode({**episode(4), "wide": np.arange(4)})
+    assert checksums(grown) is None
+    assert_equal(grown, ReplayBuffer.copy_from_path(tmp_path / "b.zarr"))
+
+
+def test_other_attributes_stay(tmp_path):
+    filled().save_to_path(tmp_path / "b.zarr")
+    zarr.open_group(tmp_path / "b.zarr", mode="r+").attrs.update({"description": "mine"})
+    buffer = ReplayBuffer.create_from_path(tmp_path / "b.zarr", mode="r+")
+    buffer.add_episode(episode(3))
+    buffer.drop_episode()
+    assert dict(buffer.root.attrs) == {"description": "mine"}
+
+
+def test_a_changed_value_is_found_where_the_codec_does_not(copied):
+    rewrite(copied, "data/action", ReplayBuffer.copy_from_path(copied)["action"] + np.float32(1e-3))
+    for read in (ReplayBuffer.copy_from_path, lambda p: ReplayBuffer.copy_from_path(p, store=zarr.storage.MemoryStore()),
+                 lambda p: read_array(ReplayBuffer.create_from_path(p)["action"])):
+        with pytest.raises(DataError, match="data/action is not what was written.*<f4 50x2.*remove 'checksums'"):
+            read(copied)
+    ReplayBuffer.copy_from_path(copied, keys=["img"])
+    ReplayBuffer.copy_from_path(without_checksums(copied))
+
+
+@pytest.mark.parametrize("value", [5, ["data/action"], {"data/action": 5}, "text"])
+def test_damaged_checksums_are_said(copied, value):
+    edit(copied / ".zattrs", checksums=value)
+    with pytest.raises(DataError, match="'checksums' is damaged"):
+        ReplayBuffer.copy_from_path(copied)
+
+
+def test_a_lost_array_is_found(copied):
+    shutil.rmtree(copied / "data/img")
+    with pytest.raises(DataError, match="had an array data/img"):
+        ReplayBuffer.copy_from_path(copied)
+
+
+# Hostile data
+
+class Payload:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_pickles_in_a_zarr_never_run(copied, tmp_path, monkeypatch):
+    """numcodecs before 0.16 decodes pickles, later ones when told to; one codec for text before it is enough for zarr to use it."""
+    monkeypatch.setattr("numcodecs.pickles.ALLOW_UNSAFE_PICKLE_DECODE", True, raising=False)
+    edit(copied / "data/action/.zarray", dtype="|O", filters=[{"id": "vlen-utf8"}, {"id": "pickle"}], compressor=None, fill_value=None,
+         chunks=[50, 2])  # one chunk: of several, threads of zarr would decode some after it has already failed
+    (copied / "data/action/0.0").write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
+    with contextlib.suppress(Exception):
+        zarr.open_group(copied, mode="r")["data/action"][:]
+    assert (tmp_path / "ran").exists()  # zarr alone runs it
+    (tmp_path / "ran").unlink()
+    for read in (ReplayBuffer.create_from_path, ReplayBuffer.copy_from_path,
+                 lambda path: read_array(zarr.open_group(path, mode="r")["data/action"])):
+        with pytest.raises(DataError, match="only arrays of numbers|pickle"):
+            read(copied)
+    attributes = {"note": base64.b64encode(pickle.dumps(Payload(tmp_path / "ran"))).decode()}
+    filled().save_to_path(tmp_path / "attributes.zarr")
+    zarr.open_group(tmp_path / "attributes.zarr", mode="r+").attrs.update(attributes)
+    assert ReplayBuffer.copy_from_path(tmp_path / "attributes.zarr").n_episodes == 3
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("changes", [
+    {"filters": [{"id": "pickle"}]}, {"compressor": {"id": "pickle"}}, {"filters": [{"id": "json2"}]}, {"dtype": "|O", "fill_value": None},
+    {"filters": [{"id": "delta", "dtype": "<f4"}]}, {"compressor": {"id": "lzma"}}, {"compressor": {"id": "nothing"}}, {"compressor": 3},
+    {"dtype": "|V4"}, {"dtype": [["a", "<f4"]]}, {"dtype": "<U0"}, {"dtype": 7}, {"filters": {"id": "pickle"}},
+    {"chunks": [0, 2]}, {"chunks": [-10, 2]}, {"chunks": [10]}, {"chunks": [10.5, 2]}, {"chunks": [2**62, 2]}, {"chunks": "10"},
+    {"shape": [50, 2**61]}, {"shape": [-50, 2]}, {"shape": [50]}, {"shape": "50"}, {"shape": [50, 2, 1]}, {"order": "X"},
+    {"zarr_format": 7}, {"dimension_separator": "!"}, {"fill_value": [1]}, {"fill_value": "NaN"}])
+def test_odd_metadata_is_refused_or_changes_nothing(copied, changes):
+    edit(copied / "data/action/.zarray", **changes)
+    try:
+        buffer = ReplayBuffer.copy_from_path(copied)
+    except DataError:
+        return
+    assert changes.keys() <= {"fill_value"}
+    np.testing.assert_array_equal(buffer["action"], filled(lengths=(20, 30))["action"])
+
+
+def test_declared_sizes_are_bounded_before_anything_is_allocated(copied):
+    """The array says that it has 8 TB, in more chunks than could be counted, or in one."""
+    without_checksums(copied)
+    for changes, words in (({"shape": [10**12, 2], "chunks": [10**12, 2]}, "memory|free"), ({"shape": [10**18, 2], "chunks": [10, 2]}, "some of 10{17} chunks are missing"),
+                           ({"shape": [50, 2], "chunks": [10**9, 2]}, "a chunk of shape")):
+        edit(copied / "data/action/.zarray", **changes)
+        with pytest.raises(DataError, match=words):
+            read_array(zarr.open_group(copied, mode="r")["data/action"])
+
+
+def test_an_array_larger_than_the_memory_is_named_with_both_sizes(copied, monkeypatch):
+    array = zarr.open_group(copied, mode="r")["data/img"]
+    monkeypatch.setattr("diffusion_policy.common.replay_buffer.available_bytes", lambda: 400)
+    with pytest.raises(DataError, match=r"shape \(50, 3, 3\), .* bytes, but only 400 bytes of memory are free"):
+        read_array(array)
+
+
+@pytest.mark.parametrize("compressor", [
+    numcodecs.Blosc("lz4"), numcodecs.Zlib(9), numcodecs.GZip(9), numcodecs.BZ2(9), numcodecs.Zstd(9), numcodecs.LZ4()], ids=lambda c: c.codec_id)
+def test_a_chunk_that_decodes_to_another_size_is_not_decoded(tmp_path, compressor, monkeypatch):
+    """100 MB of zeros are a few KB; where 80 bytes belong, they must not be unpacked."""
+    buffer = filled(lengths=(10,))
+    buffer.save_to_path(tmp_path / "b.zarr", compressors=compressor)
+    assert_equal(buffer, ReplayBuffer.copy_from_path(tmp_path / "b.zarr"))
+    chunk = tmp_path / "b.zarr/data/action/0.0"
+    for size in (100_000_000, 81, 79, 0):
+        chunk.write_bytes(compressor.encode(np.zeros(size, dtype=np.uint8)))
+        tracemalloc.start()
+        with pytest.raises(DataError, match="data/action cannot be read, its chunk 0.0"):
+            ReplayBuffer.copy_from_path(tmp_path / "b.zarr")
+        assert tracemalloc.get_traced_memory()[1] < 5e6
+        tracemalloc.stop()
+
+
+def test_reads_other_compressors_of_format_3_and_no_other_codecs(tmp_path):
+    values = np.arange(60, dtype=">f4").reshape(30, 2)
+    codecs = zarr.codecs
+    for name, arguments, good in (
+            ("blosc", {"compressors": codecs.BloscCodec()}, True), ("gzip", {"compressors": codecs.GzipCodec()}, True),
+            ("none", {"compressors": None}, True), ("crc", {"compressors": [codecs.ZstdCodec(), codecs.Crc32cCodec()]}, True),
+            ("transpose", {"filters": codecs.TransposeCodec(order=(1, 0))}, True),
+            ("twice", {"compressors": [codecs.GzipCodec(), codecs.GzipCodec()]}, False), ("shards", {"shards": (20, 2)}, False)):
+        root = zarr.create_group(tmp_path / f"{name}.zarr", zarr_format=3)
+        root.create_array("data/x", shape=values.shape, dtype="float32", chunks=(10, 2), **arguments)[:] = values
+        root.create_array("meta/episode_ends", data=np.array([30]))
+        if good:
+            np.testing.assert_array_equal(ReplayBuffer.copy_from_path(tmp_path / f"{name}.zarr")["x"], values)
+        else:
+            with pytest.raises(DataError, match="not read here"):
+                ReplayBuffer.copy_from_path(tmp_path / f"{name}.zarr")
+
+
+def test_files_that_are_none_do_not_hang(copied):
+    """A pipe where a chunk or its metadata should be would be waited for."""
+    (copied / "data/action/2.0").unlink()
+    os.mkfifo(copied / "data/action/2.0")
+    with pytest.raises(DataError, match="missing"):
+        ReplayBuffer.copy_from_path(copied)
+    (copied / "data/action/.zarray").unlink()
+    os.mkfifo(copied / "data/action/.zarray")
+    with pytest.raises(DataError, match="not a file"):
+        ReplayBuffer.copy_from_path(copied)
+
+
+def test_zip_bombs_are_refused(tmp_path):
+    filled().save_to_path(tmp_path / "good.zip")
+    with zipfile.ZipFile(tmp_path / "good.zip") as file:
+        entries = {name: file.read(name) for name in file.namelist()}
+    for name, kind, words in (("data/action/0.0", zipfile.ZIP_DEFLATED, "cannot be read"), (".zattrs", zipfile.ZIP_DEFLATED, "no metadata"),
+                              ("data/action/0.0", zipfile.ZIP_BZIP2, "another way than deflate")):
+        with zipfile.ZipFile(tmp_path / "bomb.zip", "w") as file:
+            for entry, data in entries.items():
+                file.writestr(entry, bytes(100_000_000) if entry == name else data, compress_type=kind)
+        tracemalloc.start()
+        with pytest.raises(DataError, match=words):
+            ReplayBuffer.copy_from_path(tmp_path / "bomb.zip")
+        assert tracemalloc.get_traced_memory()[1] < 5e6
+        tracemalloc.stop()
+    with zipfile.ZipFile(tmp_path / "packed.zip", "w", zipfile.ZIP_DEFLATED) as file:
+        for entry, data in entries.items():
+            file.writestr(entry, data)
+    assert_equal(filled(), ReplayBuffer.copy_from_path(tmp_path / "packed.zip"))  # zipped by hand, as people do

@@ -30,6 +30,13 @@ def get_identity_normalizer_from_stat(stat: dict) -> SingleFieldLinearNormalizer
     return SingleFieldLinearNormalizer.create_manual(np.ones_like(stat["min"]), np.zeros_like(stat["min"]), stat)
 
 
+def get_max_abs_normalizer_from_stat(stat: dict) -> SingleFieldLinearNormalizer:
+    """All dimensions divided by the largest magnitude in any of them."""
+    largest = max(np.max(stat["max"]), -np.min(stat["min"]))
+    scale = np.full_like(stat["max"], 1 / largest if largest > 0 else 1)
+    return SingleFieldLinearNormalizer.create_manual(scale, np.zeros_like(scale), stat)
+
+
 def robomimic_abs_action_normalizer_from_stat(stat: dict, rotation_transformer) -> SingleFieldLinearNormalizer:
     """Absolute actions (position 3, rotation 3, gripper) whose rotation `rotation_transformer` turns into its 6D form.
 

@@ -1,0 +1,82 @@
+"""Demonstrations of robomimic's tasks as low-dimensional observations."""
+import numpy as np
+import torch
+
+from diffusion_policy.common.errors import ConfigError, DataError
+from diffusion_policy.common.hdf5_reader import read_demos
+from diffusion_policy.common.normalize_util import (
+    array_to_stats,
+    get_identity_normalizer_from_stat,
+    get_max_abs_normalizer_from_stat,
+    robomimic_abs_action_only_dual_arm_normalizer_from_stat,
+    robomimic_abs_action_only_normalizer_from_stat,
+)
+from diffusion_policy.common.replay_buffer import ReplayBuffer
+from diffusion_policy.dataset.base_dataset import BaseLowdimDataset, WindowedDataset, check_steps
+from diffusion_policy.model.common.normalizer import LinearNormalizer
+from diffusion_policy.model.common.rotation_transformer import RotationTransformer
+
+ARM_DIM = 7  # position 3, axis times angle 3, gripper 1
+
+
+class RobomimicReplayLowdimDataset(WindowedDataset, BaseLowdimDataset):
+    """obs (T, Do): the arrays `obs_keys` side by side; action (T, Da).
+
+    abs_action: actions are absolute poses, of one arm (7) or two (14); their rotation is given as `rotation_rep` (rotation_6d: 10 or 20).
+    normalization: 'upstream' divides all of obs by its largest magnitude and leaves rotations, grippers and relative actions as they are;
+        'min_max' is MIP's, every dimension of both to [-1, 1].
+    use_legacy_normalizer: absolute actions, too, are divided by their largest magnitude.
+    """
+
+    def __init__(self, dataset_path, horizon=1, pad_before=0, pad_after=0,
+                 obs_keys=("object", "robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos"), abs_action=False,
+                 rotation_rep="rotation_6d", use_legacy_normalizer=False, seed=42, val_ratio=0.0, max_train_episodes=None,
+                 normalization="upstream"):
+        if normalization not in ("upstream", "min_max"):
+            raise ConfigError(f"normalization is 'upstream' or 'min_max', not {normalization!r}.")
+        self.obs_keys, self.abs_action, self.normalization = list(obs_keys), abs_action, normalization
+        self.use_legacy_normalizer = use_legacy_normalizer
+        if not self.obs_keys or not all(isinstance(key, str) for key in self.obs_keys):
+            raise ConfigError(f"obs_keys are the names of at least one array, not {self.obs_keys}.")
+        self.rotation_transformer = RotationTransformer("axis_angle", rotation_rep) if abs_action else None
+        demos = read_demos(dataset_path, ["actions", *(f"obs/{key}" for key in self.obs_keys)])
+        for key, values in demos.arrays.items():
+            if values.ndim != 2:
+                raise DataError(f"{dataset_path}: {key} holds steps of shape {values.shape[1:]}, but a vector for each step is needed.")
+        if abs_action and demos.arrays["actions"].shape[1] not in (ARM_DIM, 2 * ARM_DIM):
+            raise DataError(f"{dataset_path}: absolute actions have {ARM_DIM} numbers an arm, these {demos.arrays['actions'].shape[1]}. "
+                            f"(abs_action is for the files named *_abs.hdf5.)")
+        obs = np.concatenate([demos.arrays[f"obs/{key}"] for key in self.obs_keys], axis=1)
+        buffer = ReplayBuffer({"data": {"obs": obs.astype(np.float32), "action": self._actions(demos.arrays["actions"]).astype(np.float32)},
+                               "meta": {"episode_ends": demos.episode_ends}})
+        super().__init__(buffer, horizon, pad_before, pad_after, seed, val_ratio, max_train_episodes)
+
+    def _actions(self, actions: np.ndarray) -> np.ndarray:
+        """(steps, 7 or 14), or (steps, Da) if not absolute -> (steps, Da)"""
+        if not self.abs_action:
+            return actions
+        arms = actions.reshape(len(actions), -1, ARM_DIM)
+        rotation = self.rotation_transformer.forward(arms[..., 3:6]).reshape(*arms.shape[:2], -1)
+        return np.concatenate([arms[..., :3], rotation, arms[..., 6:]], axis=-1).reshape(len(actions), -1)
+
+    def _make_steps(self, replay_buffer):
+        # The file's numbers were finite, but a float64 can be too large for a float32.
+        check_steps(replay_buffer, {key: replay_buffer[key].shape[1:] for key in replay_buffer.keys()})
+        return {key: torch.from_numpy(replay_buffer[key]) for key in ("obs", "action")}
+
+    def get_normalizer(self, mode="limits", **kwargs) -> LinearNormalizer:
+        """See the class; mode and keyword arguments count only for 'min_max'."""
+        if self.normalization == "min_max":
+            return super().get_normalizer(mode, **kwargs)
+        action, obs = (array_to_stats(self.replay_buffer[key]) for key in ("action", "obs"))
+        normalizer = LinearNormalizer()
+        if not self.abs_action:
+            normalizer["action"] = get_identity_normalizer_from_stat(action)
+        elif self.use_legacy_normalizer:
+            normalizer["action"] = get_max_abs_normalizer_from_stat(action)
+        elif len(action["max"]) > 2 * ARM_DIM:
+            normalizer["action"] = robomimic_abs_action_only_dual_arm_normalizer_from_stat(action)
+        else:
+            normalizer["action"] = robomimic_abs_action_only_normalizer_from_stat(action)
+        normalizer["obs"] = get_max_abs_normalizer_from_stat(obs)
+        return normalizer
