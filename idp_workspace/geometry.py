@@ -18,6 +18,7 @@ from torch import Tensor
 from idp_workspace.options import check_choices
 
 EPS = 1e-6
+LARGEST = 1e15      # of a number whose square, summed over a batch or divided by eps, still fits float32
 
 #: Values of the switches that are words; the policy and the functions below check against the same table.
 CHOICES = {
@@ -49,6 +50,18 @@ def check_switches(**switches) -> None:
             raise ValueError("matrix='full' is defined with the relative excess only")
 
 
+def _scale(x: Tensor, dim: int | None = None) -> Tensor:
+    """What to multiply x, or each of its slices along `dim`, by to stay within LARGEST: 1, exactly, unless an entry is beyond it."""
+    peak = _plain(x).abs()
+    peak = peak.amax() if dim is None else peak.amax(dim, keepdim=True)
+    return torch.where(peak > LARGEST, LARGEST / peak, 1.0)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """Without gradient, in float32 unless it is in float64."""
+    return x.detach() if x.dtype == torch.float64 else x.detach().float()
+
+
 @torch.no_grad()
 def neighbor_weights(
     features: Tensor, *, tau: float = 1.0, weights: str = "softmax", self_neighbor: bool = True, topk: int | None = None,
@@ -62,13 +75,14 @@ def neighbor_weights(
     check_switches(tau=tau, weights=weights, topk=topk)
     batch = len(features)
     with torch.autocast(features.device.type, enabled=False):
-        h = features.detach().flatten(1).float()
+        h = _plain(features.flatten(1))
+        h = (h * _scale(h, dim=1)).float()
         if weights == "shuffled":
             h = h[torch.randperm(batch, device=h.device)]
         if weights == "uniform":
             z = h.new_zeros(batch, batch)
         else:
-            h = h / (h.norm(dim=1, keepdim=True) + eps)
+            h.div_(h.norm(dim=1, keepdim=True) + eps)
             z = h @ h.T
             std, mean = torch.std_mean(z, dim=1, correction=0, keepdim=True)
             z.sub_(mean).div_((std + eps) * tau)
@@ -83,8 +97,8 @@ def neighbor_weights(
 
 
 @torch.no_grad()
-def conditional_variance(w: Tensor, actions: Tensor, center: str = "expert") -> Tensor:
-    """v_cond (B, ...) from weights (B, B) and actions (B, ...), by moments.
+def conditional_variance(w: Tensor, actions: Tensor, center: str = "expert", scale: Tensor | float = 1.0) -> Tensor:
+    """v_cond (B, ...) from weights (B, B) and actions (B, ...) times `scale`, by moments.
 
     `expert`:        sum_j w_ij (a_j - a_i)^2   = W a^2 - 2 a (W a) + a^2
     `weighted_mean`: sum_j w_ij (a_j - abar_i)^2 = W a^2 - (W a)^2,  abar_i = sum_j w_ij a_j
@@ -92,7 +106,7 @@ def conditional_variance(w: Tensor, actions: Tensor, center: str = "expert") -> 
     Two (B, B) x (B, HD) products; the (B, B, HD) tensor of differences is never formed. Centring the actions on the batch mean
     first changes nothing exactly and keeps the subtraction accurate in float32.
     """
-    a = actions.detach().float().flatten(1)
+    a = (_plain(actions) * scale).float().flatten(1)
     a = a - a.mean(dim=0)
     first, second = w @ a, w @ a.square()
     if center == "expert":
@@ -103,7 +117,7 @@ def conditional_variance(w: Tensor, actions: Tensor, center: str = "expert") -> 
 
 
 @torch.no_grad()
-def conditional_covariance(w: Tensor, actions: Tensor, center: str = "expert") -> Tensor:
+def conditional_covariance(w: Tensor, actions: Tensor, center: str = "expert", scale: Tensor | float = 1.0) -> Tensor:
     """G (B, H, D, D), the matrix form of `conditional_variance`, its diagonal: each step's D x D block, in float64.
 
     `expert`:        G_i = sum_j w_ij (a_j - a_i)(a_j - a_i)^T
@@ -111,7 +125,7 @@ def conditional_covariance(w: Tensor, actions: Tensor, center: str = "expert") -
 
     Positive definiteness to 1e-6 is beyond float32 once D is large (mps has no float64 and makes do with it).
     """
-    a = actions.detach().to(torch.float32 if actions.device.type == "mps" else torch.float64)
+    a = actions.detach().to(torch.float32 if actions.device.type == "mps" else torch.float64) * scale
     a = a - a.mean(dim=0)
     w = w.to(a.dtype)
     outer = a.unsqueeze(-1) * a.unsqueeze(-2)                                       # (B, H, D, D)
@@ -124,17 +138,17 @@ def conditional_covariance(w: Tensor, actions: Tensor, center: str = "expert") -
 
 
 @torch.no_grad()
-def reference_covariance(actions: Tensor) -> Tensor:
-    """Sigma_ref (H, D, D): covariance over the batch of actions (B, H, D), in float64."""
-    a = actions.detach().to(torch.float32 if actions.device.type == "mps" else torch.float64)
+def reference_covariance(actions: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+    """Sigma_ref (H, D, D): covariance over the batch of actions (B, H, D) times `scale`, in float64."""
+    a = actions.detach().to(torch.float32 if actions.device.type == "mps" else torch.float64) * scale
     a = a - a.mean(dim=0)
     return torch.einsum("bhd,bhe->hde", a, a) / len(a)
 
 
 @torch.no_grad()
-def reference_variance(actions: Tensor) -> Tensor:
-    """v_ref (H, D): population variance over the batch of actions (B, H, D)."""
-    return actions.detach().float().var(dim=0, correction=0)
+def reference_variance(actions: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+    """v_ref (H, D): population variance over the batch of actions (B, H, D) times `scale`."""
+    return (_plain(actions) * scale).float().var(dim=0, correction=0)
 
 
 def _precision(v: Tensor, floor: Tensor | float, granularity: str) -> Tensor:
@@ -186,15 +200,18 @@ def geometry_excess(
         return actions.new_zeros(*actions.shape, *actions.shape[2:] if matrix == "full" else ())
     with torch.autocast(actions.device.type, enabled=False):
         w = neighbor_weights(features, tau=tau, weights=weights, self_neighbor=self_neighbor, topk=topk, eps=eps)
+        scale = _scale(actions)     # m does not depend on it, save for eps
         if reference in ("ema", "dataset"):
             if v_ref is None:
                 raise ValueError(f"reference={reference!r} needs v_ref, the (H, D) variance to compare with")
-            v_ref = v_ref.detach().float()
+            v_ref = v_ref.detach().float().clamp(max=LARGEST**2) * scale.square()
         else:
-            v_ref = reference_variance(actions)
+            v_ref = reference_variance(actions, scale)
+        largest = min(torch.finfo(actions.dtype).max, torch.finfo(torch.float32).max)      # half precision ends at 65504, m may not
+        m_clip = largest if m_clip is None else min(m_clip, largest)
         if matrix == "full":
-            return _full_excess(w, actions, v_ref, center, reference, rel_floor, m_clip, eps).to(actions.dtype)
-        v = conditional_variance(w, actions, center)
+            return _full_excess(w, actions, scale, v_ref, center, reference, rel_floor, m_clip, eps).to(actions.dtype)
+        v = conditional_variance(w, actions, center, scale)
         if granularity == "dim":
             v, v_ref = v.mean(dim=1, keepdim=True), v_ref.mean(dim=0, keepdim=True)
         floor = eps + rel_floor * v_ref
@@ -205,7 +222,7 @@ def geometry_excess(
 
 
 def _full_excess(
-    w: Tensor, actions: Tensor, v_ref: Tensor, center: str, reference: str, rel_floor: float, m_clip: float | None, eps: float
+    w: Tensor, actions: Tensor, scale: Tensor, v_ref: Tensor, center: str, reference: str, rel_floor: float, m_clip: float, eps: float
 ) -> Tensor:
     """The multivariate excess of Appendix A.4 on each step's D x D block: M (B, H, D, D).
 
@@ -214,19 +231,28 @@ def _full_excess(
     With diagonal covariances it reduces to relu(v_ref / v_cond - 1). Reference 'batch' uses the full covariance over the batch;
     'ema' and 'dataset' know variances only and use a diagonal one; 'none' compares with the identity.
     """
-    g = conditional_covariance(w, actions, center)
+    g = conditional_covariance(w, actions, center, scale)
+    if not g.isfinite().all():
+        return torch.full_like(g, torch.nan)        # as the diagonal does, where eigh would raise an error of its own
     v_ref = v_ref.to(g.dtype)
     floor = torch.diag_embed(eps + rel_floor * v_ref)                               # (H, D, D)
     if reference == "batch":
-        sigma = reference_covariance(actions)
+        sigma = reference_covariance(actions, scale)
     elif reference == "none":
         sigma = torch.eye(g.shape[-1], dtype=g.dtype, device=g.device).expand(g.shape[1:])
     else:
         sigma = torch.diag_embed(v_ref)
     values, vectors = torch.linalg.eigh(sigma + floor)
     root = vectors @ torch.diag_embed(values.clamp(min=0).sqrt()) @ vectors.mT      # (Sigma_ref + floor)^1/2 = P_ref^-1/2
-    chol, _ = torch.linalg.cholesky_ex(g + floor)
-    x = torch.linalg.solve_triangular(chol, root.expand_as(g), upper=False)
+    root, bound = root.expand_as(g), values.amax(-1) / eps
+    chol, failed = torch.linalg.cholesky_ex(g + floor)
+    x = torch.linalg.solve_triangular(chol, root, upper=False)
+    # No eigenvalue of g + floor is below eps, so none of R above the bound, but rounding errors, which grow with the actions, may say
+    # otherwise. Such blocks are taken from eigenvalues that are put right.
+    wrong = (failed != 0) | ~(x.square().sum(dim=(-2, -1)) <= 2 * g.shape[-1] * bound)
+    if wrong.any():
+        values, vectors = torch.linalg.eigh((g + floor)[wrong])
+        x[wrong] = values.clamp(min=eps).rsqrt().unsqueeze(-1) * (vectors.mT @ root[wrong])
     values, vectors = torch.linalg.eigh(x.mT @ x)
     return vectors @ torch.diag_embed((values - 1).clamp(min=0, max=m_clip)) @ vectors.mT
 

@@ -1,10 +1,15 @@
 """The mathematics of the conditional expert geometry."""
+import itertools
+import math
+
+import hydra
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
 from idp_workspace.geometry import (
-    conditional_variance, effective_neighbors, geometry_excess, neighbor_weights, reference_variance)
+    conditional_variance, effective_neighbors, geometry_excess, neighbor_weights, reference_covariance, reference_variance)
+from tests.util import load_config, unit_normalizer
 
 
 def batch(b=64, f=12, h=4, d=3, seed=0):
@@ -118,21 +123,128 @@ def test_m_is_finite_and_not_negative(b, h, d, seed):
         assert m.max() <= switches.get("m_clip", float("inf"))
 
 
-@pytest.mark.parametrize("degenerate", ["constant actions", "identical observations", "one repeated sample", "huge actions"])
-def test_degenerate_batches_stay_finite(degenerate):
-    features, actions = batch(b=16)
-    if degenerate == "constant actions":
-        actions[:] = 0.5
-    elif degenerate == "identical observations":
-        features[:] = 1.0
-    elif degenerate == "one repeated sample":
-        features[:], actions[:] = features[0].clone(), actions[0].clone()
-    else:
-        actions *= 1e6
-    for matrix in ("diag", "full"):
-        assert torch.isfinite(geometry_excess(features, actions, matrix=matrix)).all()
+# ---------------------------------------------------------------------- degenerate batches
+def same(x):
+    return x[:1].expand_as(x).clone()
 
 
+def only_one_coordinate(a):
+    out = torch.full_like(a, 0.5)
+    out[:, :1, :1] = a[:, :1, :1]
+    return out
+
+
+def first_dimension(a, scale):
+    return torch.cat([a[..., :1] * scale, a[..., 1:]], -1)
+
+
+def first_sample(x, scale):
+    return torch.cat([x[:1] * scale, x[1:]])
+
+
+#: What becomes of features and actions. 1e18: squares fit float32; 1e30: they do not; 5e37: nor does a sum over the batch.
+DEGENERATE = {
+    "ordinary": lambda f, a: (f, a),
+    "constant actions": lambda f, a: (f, torch.full_like(a, 0.5)),
+    "identical observations": lambda f, a: (same(f), a),
+    "zero features": lambda f, a: (0 * f, a),
+    "one repeated sample": lambda f, a: (same(f), same(a)),
+    "one repeated action": lambda f, a: (f, same(a)),
+    "a single varying coordinate": lambda f, a: (f, only_one_coordinate(a)),
+    "two samples, repeated": lambda f, a: (f[torch.arange(len(f)) % 2 % len(f)], a[torch.arange(len(a)) % 2 % len(a)]),
+    "far from zero": lambda f, a: (f + 1e8, a + 1e8),
+    "half": lambda f, a: (f.half(), a.half()),
+    "half, constant dimension": lambda f, a: (f.half(), first_dimension(a, 0).half()),
+    "half, largest numbers": lambda f, a: (f.half() * 1e4, a.half() * 65000),
+    "half, smallest numbers": lambda f, a: (f.half() * 1e-7, a.half() * 1e-7),
+    "bfloat16": lambda f, a: (f.bfloat16(), a.bfloat16()),
+    "double": lambda f, a: (f.double(), a.double()),
+    "double, beyond float32": lambda f, a: (f.double() * 1e200, a.double() * 1e200),
+    **{f"{what} times {scale:g}": change for scale in (1e6, 1e18, 1e30, 5e37, 1e-20, 1e-44) for what, change in {
+        "actions": lambda f, a, scale=scale: (f, a * scale),
+        "features": lambda f, a, scale=scale: (f * scale, a),
+        "one action dimension": lambda f, a, scale=scale: (f, first_dimension(a, scale)),
+        "one sample": lambda f, a, scale=scale: (first_sample(f, scale), first_sample(a, scale))}.items()},
+}
+WORDS = {"granularity": ["per_step", "flat", "dim"], "self_neighbor": [True, False], "tau": [1.0, 1e-3], "topk": [None, 1, 3],
+         "center": ["expert", "weighted_mean"], "reference": ["batch", "dataset", "none"], "excess": ["relative", "absolute"],
+         "weights": ["softmax", "uniform", "shuffled"], "matrix": ["diag", "full"], "rel_floor": [0.0, 0.01], "m_clip": [None, 10.0]}
+COMBINATIONS = [switches for values in itertools.product(*WORDS.values()) for switches in [dict(zip(WORDS, values))]
+                if switches["matrix"] == "diag" or (switches["granularity"], switches["excess"]) == ("per_step", "relative")]
+
+
+def is_an_excess(m, actions, switches):
+    full = switches["matrix"] == "full"
+    assert m.shape == actions.shape + actions.shape[2:] * full and m.dtype == actions.dtype
+    assert torch.isfinite(m).all() and not m.requires_grad and m.grad_fn is None
+    rounding = 1e-5 + 4 * torch.finfo(m.dtype).eps if full else 0       # of the entries of M
+    values = torch.linalg.eigvalsh(m.double()) if full else m
+    assert values.min() >= -rounding * m.double().abs().max()
+    assert values.max() <= (1 + rounding) * (switches["m_clip"] or torch.inf)
+
+
+@pytest.mark.parametrize("kind", DEGENERATE)
+def test_degenerate_batches_have_a_finite_m(kind):
+    """Every 61st combination of all switches, other ones for each batch size."""
+    for start, b in enumerate((1, 2, 16)):
+        features, actions = DEGENERATE[kind](*batch(b))
+        assert torch.isfinite(features).all() and torch.isfinite(actions).all()
+        for switches in COMBINATIONS[start::61]:
+            v_ref = torch.full(actions.shape[1:], [0.0, 0.3, 3e38][start])
+            is_an_excess(geometry_excess(features.requires_grad_(), actions, v_ref=v_ref, **switches), actions, switches)
+
+
+@pytest.mark.parametrize("kind", ["constant actions", "one repeated sample", "one repeated action"])
+def test_where_nothing_varies_there_is_no_excess(kind):
+    m = geometry_excess(*DEGENERATE[kind](*batch()))
+    assert m.max() < 1e-4
+
+
+@pytest.mark.parametrize("scale", [1e18, 1e30, 5e37])
+def test_huge_features_keep_their_neighbours_and_huge_actions_their_m(scale):
+    features, actions = batch()
+    torch.testing.assert_close(neighbor_weights(features * scale), neighbor_weights(features), atol=1e-6, rtol=1e-4)
+    for switches in ({}, {"granularity": "flat"}, {"reference": "none"}):
+        torch.testing.assert_close(geometry_excess(features, actions * scale, **switches), geometry_excess(features, actions, **switches),
+                                   atol=1e-4, rtol=1e-3)
+
+
+def test_full_matrix_of_large_actions_is_bounded_by_the_floor():
+    """Three neighbours in three dimensions span two: in the third there are rounding errors and the floor."""
+    features, actions = batch(b=200)
+    m = geometry_excess(features, 50 * actions, matrix="full", topk=3, center="weighted_mean")
+    largest = torch.linalg.eigvalsh(reference_covariance(50 * actions)).max()
+    assert torch.linalg.eigvalsh(m.double()).max() < 6.01 * largest / 1e-6
+
+
+@pytest.mark.parametrize("matrix", ["diag", "full"])
+def test_what_is_not_finite_is_not_hidden(matrix):
+    for where in (0, 1):
+        data = batch()
+        data[where][3] = torch.nan
+        assert geometry_excess(*data, matrix=matrix).isnan().any()
+
+
+@pytest.mark.parametrize("switches", [{}, {"matrix": "full"}, {"granularity": "flat", "center": "weighted_mean"},
+                                      {"granularity": "dim", "reference": "ema"}, {"reference": "dataset", "topk": 1}, {"excess": "absolute", "self_neighbor": False, "tau": 0.01}])
+def test_the_loss_and_its_gradient_are_finite_on_degenerate_batches(switches):
+    cfg = load_config("train_idp_mlp_lowdim", "preset=debug", *(f"policy.{key}={value}" for key, value in switches.items()))
+    torch.manual_seed(0)
+    policy = hydra.utils.instantiate(cfg.policy)
+    policy.set_normalizer(unit_normalizer(5, 2))
+    for kind in ("ordinary", "constant actions", "identical observations", "zero features", "one repeated sample", "one repeated action",
+                 "a single varying coordinate", "two samples, repeated", "actions times 1e-20", "actions times 1e+06", "features times 1e+06"):
+        for b in (1, 2, 16):
+            obs, actions = DEGENERATE[kind](*batch(b, f=5 * policy.horizon, h=policy.horizon, d=2))
+            policy.zero_grad()
+            loss = policy.compute_loss({"obs": obs.view(b, policy.horizon, 5), "action": actions})
+            loss.backward()
+            assert torch.isfinite(loss), (kind, b)
+            assert all(torch.isfinite(p.grad).all() for p in policy.parameters() if p.grad is not None), (kind, b)
+            assert all(math.isfinite(value) for value in policy.metrics().values()), (kind, b)
+
+
+# ---------------------------------------------------------------------- invariances and switches
 def test_m_does_not_depend_on_the_scale_of_actions_or_features():
     features, actions = batch()
     m = geometry_excess(features, actions)
