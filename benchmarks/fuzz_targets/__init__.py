@@ -1,0 +1,16 @@
+"""What is fuzzed. A target makes its good inputs once; then, for each case,
+
+    inputs(seed, start, stop, use)   calls use(number, value) for the values of (seed, number)
+    check(value) -> outcome          'read', or the name of a clear error; raises for anything else
+    describe(value) -> str           for the report of a finding
+"""
+import importlib
+
+NAMES = {"zarr": "zarr_files.ZarrTarget", "hdf5": "hdf5_files.Hdf5Target", "checkpoint": "checkpoints.CheckpointTarget",
+         "overrides": "overrides.OverrideTarget", "observations": "observations.ObservationTarget"}
+
+
+def load(name: str) -> type:
+    """The class of a target; imported only now, since some need torch and some start faster without."""
+    module, _, kind = NAMES[name].partition(".")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), kind)
