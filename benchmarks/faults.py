@@ -30,16 +30,15 @@ import traceback
 from typing import Any, Callable, Iterator
 
 import hydra
-import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
+from benchmarks.data import write_pusht
 from diffusion_policy.common import checkpoint_io
 from diffusion_policy.common.config_util import config_dir, register_resolvers
 from diffusion_policy.common.errors import StorageError
 from diffusion_policy.common.json_logger import JsonLogger, read_json_log
-from diffusion_policy.common.replay_buffer import ReplayBuffer
 from diffusion_policy.workspace.train_workspace import TrainWorkspace
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -57,17 +56,6 @@ STATES = ("model", "ema_model", "optimizer", "lr_scheduler", "ema", "random_stat
 
 
 # ---------------------------------------------------------------------- runs
-def write_data(path: pathlib.Path, episodes: int = 6, length: int = 30) -> pathlib.Path:
-    """A dataset with the keys and ranges of PushT."""
-    rng = np.random.default_rng(0)
-    buffer = ReplayBuffer.create_empty_numpy()
-    for _ in range(episodes):
-        state = np.concatenate([rng.uniform(50, 450, (length, 4)), rng.uniform(0, 2 * np.pi, (length, 1))], axis=1)
-        buffer.add_episode({"state": state.astype(np.float32), "action": rng.uniform(50, 450, (length, 2)).astype(np.float32)})
-    buffer.save_to_path(str(path))
-    return path
-
-
 def compose(name: str, data: pathlib.Path) -> tuple[DictConfig, list[str]]:
     """The config of a scenario, and the arguments of train.py that mean the same."""
     config, *own = SCENARIOS[name]
@@ -192,6 +180,7 @@ def damage(path: pathlib.Path, rng: random.Random) -> str:
 
 # ---------------------------------------------------------------------- comparing
 def equal(a: Any, b: Any) -> bool:
+    """Bit for bit, through dicts, lists and tensors."""
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):
@@ -231,7 +220,7 @@ class Trials:
     def __init__(self, scenario: str, folder: pathlib.Path, seed: int):
         self.rng = random.Random(f"{scenario}/{seed}")
         self.folder = folder
-        self.cfg, self.arguments = compose(scenario, write_data(folder / "pusht.zarr"))
+        self.cfg, self.arguments = compose(scenario, write_pusht(folder / "pusht.zarr"))
         self.reference = folder / "undisturbed"
         self.log = folder / "log.txt"
         self.counts: collections.Counter = collections.Counter()    # calls at each point in an undisturbed run

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.__main__ import machine
+from benchmarks.data import write_pusht
 from diffusion_policy.common.checkpoint_io import write_atomically
-from diffusion_policy.common.replay_buffer import ReplayBuffer
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FULL_RUN = 300_000      # steps of the paper's protocol, to which growth is projected
@@ -40,17 +40,6 @@ COUNTS = {"handles": "file handles of the training process", "threads": "threads
 
 
 # ---------------------------------------------------------------------- the run
-def write_data(path: pathlib.Path, episodes: int = 12, length: int = 40) -> None:
-    """Numbers with the keys and ranges of PushT."""
-    rng = np.random.default_rng(0)
-    buffer = ReplayBuffer.create_empty_numpy()
-    for _ in range(episodes):
-        state = np.concatenate([rng.uniform(50, 450, (length, 4)), rng.uniform(0, 2 * np.pi, (length, 1))], axis=1)
-        buffer.add_episode({"state": state.astype(np.float32), "keypoint": rng.uniform(50, 450, (length, 9, 2)).astype(np.float32),
-                            "action": rng.uniform(50, 450, (length, 2)).astype(np.float32)})
-    buffer.save_to_path(str(path))
-
-
 def overrides(steps: int, epoch: int) -> list[str]:
     training = {"device": "cpu", "steps_per_epoch": epoch, "num_epochs": steps // epoch, "log_every": max(1, epoch // 20), "val_every": 1,
                 "sample_every": 1, "rollout_every": 1, "checkpoint_every": 1, "max_val_steps": "null"}
@@ -202,7 +191,7 @@ def draw(samples: list[dict[str, float]], epochs: list[dict[str, float]], path: 
 
 def soak(steps: int, epoch: int, folder: pathlib.Path, interval: float = 1.0) -> tuple[dict[str, Any], list, list]:
     """Run, watch and judge; returns the report, every sample, and one row an epoch."""
-    write_data(folder / "data.zarr")
+    write_pusht(folder / "data.zarr", episodes=12, length=40)
     run = folder / "run"
     run.mkdir()
     settings = overrides(steps, epoch)
