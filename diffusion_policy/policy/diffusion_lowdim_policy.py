@@ -95,6 +95,9 @@ class DiffusionLowdimPolicy(BaseLowdimPolicy):
         sample = self.conditional_sample(data, mask, **self.condition(nobs), **self.kwargs)
 
         action_pred = self.normalizer["action"].unnormalize(sample[..., :self.action_dim])
+        if not bool(torch.isfinite(action_pred).all()):
+            raise ConfigError("The predicted actions are not finite: either 'obs' holds numbers far beyond those of the dataset, or the weights are "
+                              "broken and an earlier checkpoint is needed.")
         executed = slice(self.action_start, self.action_start + self.n_action_steps)
         action = action_pred if self.pred_action_steps_only else action_pred[:, executed]
         result = {"action": action, "action_pred": action_pred}

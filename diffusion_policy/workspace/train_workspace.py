@@ -95,7 +95,10 @@ class TrainWorkspace(BaseWorkspace):
         if self.settings.freeze_encoder:
             self.model.obs_encoder.requires_grad_(False)
         if "_target_" in self.cfg.optimizer:
-            return build(self.cfg, "optimizer", params=self.model.parameters(), _convert_="all")
+            optimizer = build(self.cfg, "optimizer", params=self.model.parameters(), _convert_="all")
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise ConfigError(f"optimizer._target_={self.cfg.optimizer._target_} is not an optimiser of torch")
+            return optimizer
         try:
             return self.model.get_optimizer(**OmegaConf.to_container(self.cfg.optimizer, resolve=True))
         except (TypeError, ValueError) as error:
