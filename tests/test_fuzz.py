@@ -16,7 +16,9 @@ def test_no_findings():
     assert not result["findings"], json.dumps(result["findings"][:3], indent=1)
     for target, count in CASES.items():
         outcomes = result["targets"][target]["outcomes"]
-        assert sum(outcomes.values()) == count and outcomes.get("read", 0) > 0 and len(outcomes) > 1    # neither all read nor all refused
+        assert sum(outcomes.values()) == count and len(outcomes) > 1
+        # Neither all read nor all refused. Of a dozen overrides, all may be wrong.
+        assert outcomes.get("read", 0) > 0 or target == "overrides"
     assert "zarr" in fuzz.table(result)
 
 

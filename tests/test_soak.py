@@ -49,7 +49,7 @@ def test_an_epoch_is_judged_by_its_middle():
 
 def test_what_is_measured_of_a_process_and_its_children():
     before = soak.sample(os.getpid())
-    held = np.ones(4_000_000)
+    held = np.ones(10_000_000)      # too large for the allocator to take from what it has
     with open(os.devnull), subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         now = soak.sample(os.getpid())
         assert child.pid in soak.tree(os.getpid())

@@ -73,7 +73,8 @@ class OverrideTarget(StrategyTarget):
         except ConfigError:     # of a resolver of ours
             return "ConfigError"
         except ValueError as error:
-            if "hydra" not in traceback.extract_tb(error.__traceback__)[-1].filename:
+            place = traceback.extract_tb(error.__traceback__)[-1].filename
+            if "hydra" not in place and "omegaconf" not in place:
                 raise
             return "hydra's own error"
         if "_target_" not in cfg:
