@@ -78,7 +78,8 @@ class Hdf5Target(FileTarget):
             else:
                 with h5py.File(self.path, "r") as file:
                     expected = np.concatenate([file[f"data/demo_{demo}/{key}"][:] for demo in range(len(ends))])
-            if not np.array_equal(found, expected):
+            # Zeros have the Fletcher checksum zero: where both were overwritten by zeros, nothing shows it.
+            if found.shape != expected.shape or not ((found == expected) | (found == 0) & (base == "latest")).all():
                 raise Finding(f"{key} was read with other values than {'were written' if base == 'latest' else 'by h5py'}")
         return "read"
 
@@ -127,7 +128,10 @@ class Hdf5Target(FileTarget):
                 case "gap":
                     file.move(name, "data/demo_7")
                 case "name":
-                    file.move(name, pick(rng, ["data/demo_", "data/demo_-1", "data/demo_00", "data/épisode", "elsewhere"]))
+                    other = pick(rng, ["data/demo_", "data/demo_-1", "data/demo_00", "data/épisode", "elsewhere"])
+                    file.move(name, other)
+                    if name.endswith(str(len(LENGTHS) - 1)) and not other.startswith("data/"):
+                        return ""       # the last one is gone: a good file with fewer
                 case "env_args":
                     file["data"].attrs["env_args"] = pick(rng, ["{", "[1]", b"\xff\xfe", 3, [1, 2], "[" * 60_000])
                 case "pickle":

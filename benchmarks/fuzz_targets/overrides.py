@@ -72,7 +72,7 @@ class OverrideTarget(StrategyTarget):
             return "hydra's own error"
         except ConfigError:     # of a resolver of ours
             return "ConfigError"
-        except ValueError as error:
+        except (ValueError, AssertionError) as error:
             place = traceback.extract_tb(error.__traceback__)[-1].filename
             if "hydra" not in place and "omegaconf" not in place:
                 raise

@@ -161,6 +161,9 @@ def _check_archive(path: pathlib.Path) -> None:
                 raise CheckpointError(f"{path} is not a checkpoint: its records are compressed, which torch never does")
             if sum(record.file_size for record in records) > path.stat().st_size:
                 raise CheckpointError(f"{path} is damaged: its records claim to be larger than the file")
+            if min((record.header_offset for record in records), default=0) != 0:
+                # Python's reader steps over what stands before an archive, torch's then reads other bytes.
+                raise CheckpointError(f"{path} is damaged: something stands before its first record")
             damaged = archive.testzip()
     except (CheckpointError, MemoryError):
         raise
