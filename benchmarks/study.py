@@ -4,13 +4,13 @@
 
 A study is a YAML file: what it is called, overrides for all runs, and the runs, each a name, a config and its own overrides. Runs go to
 data/studies/<study>/<run>/, tables to results/<study>/. It can be stopped and started again at any time: what is finished is not
-repeated, what was interrupted continues from its checkpoint. Times are measured at the end, one run after the other on one thread, when
-nothing of the study disturbs them.
+repeated, what was interrupted continues from its checkpoint. Times are measured at the end, one run after the other.
 """
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import itertools
 import json
 import os
 import pathlib
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
+from typing import Any, Callable
 
 import torch
 import yaml
@@ -29,7 +29,6 @@ from tqdm import tqdm
 from diffusion_policy.common import checkpoint_io
 from diffusion_policy.common.checkpoint_io import versions, write_atomically
 from diffusion_policy.common.config_util import get_class, register_resolvers
-from diffusion_policy.scripts.eval import latency
 from diffusion_policy.workspace.base_workspace import BaseWorkspace
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -57,39 +56,48 @@ def run(study: dict[str, Any], entry: dict[str, Any], threads: int) -> dict[str,
     return {
         "name": entry["name"], "command": f"python {' '.join(train)}", "score": log["test/mean_score"], "interval_95": log["interval_95"],
         "best_evaluation": summary["best_score"], "n_episodes": log["n_episodes"], "nfe": log["nfe"], "steps": summary["steps"],
-        **{key: times.get(key) for key in ("step_ms", "latency_p50_ms")},
+        **{key: times.get(key) for key in ("step_ms", "inference_ms")},
     }
 
 
-def measure(study: dict[str, Any], entry: dict[str, Any], steps: int = 30) -> None:
-    """Write times.json of a finished run: the median training step (without fetching the data) and predict_action at batch 1."""
+def measure(study: dict[str, Any], entry: dict[str, Any], calls: int = 30) -> None:
+    """Write times.json of a finished run: the median training step (without fetching its data) and predict_action at batch 1.
+
+    Processor time of this process on one thread: what the clock says of an idle machine, and less disturbed by a busy one.
+    """
     folder = ROOT / "data/studies" / study["name"] / entry["name"]
     register_resolvers()
+    torch.set_num_threads(1)
     cfg = OmegaConf.create(checkpoint_io.load(folder / "checkpoints/latest.ckpt")["cfg"])
+
+    def milliseconds(call: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(calls + 3):
+            started = time.process_time()
+            call()
+            times.append(1000 * (time.process_time() - started))
+        return statistics.median(times[3:])
+
     with tempfile.TemporaryDirectory() as output:
         workspace = get_class(cfg._target_, BaseWorkspace)(cfg, output_dir=output)
         workspace.prepare()
-        batches, seconds = workspace.stream.batches(), []
-        for _ in range(steps + 5):
-            batch = iter([next(batches) for _ in range(workspace.settings.gradient_accumulate_every)])
-            started = time.perf_counter()
-            workspace.optimise(batch)
-            seconds.append(time.perf_counter() - started)
-    obs = {"obs": workspace.stream.batch(0)["obs"][:1]}
-    p50 = latency(workspace.policy.eval(), obs, workspace.device)["p50"]
-    times = {"step_ms": 1000 * statistics.median(seconds[5:]), "latency_p50_ms": p50}
+        batch = workspace.stream.batch(0)
+        step = milliseconds(lambda: workspace.optimise(itertools.repeat(batch)))
+    policy = workspace.policy.eval()
+    obs = {"obs": batch["obs"][:1]}
+    times = {"step_ms": step, "inference_ms": milliseconds(lambda: policy.predict_action(obs))}
     write_atomically(folder / "times.json", lambda file: file.write(json.dumps(times).encode()))
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown, best score first."""
-    head = "| run | score | 95 % interval | network calls | steps | training step, ms | inference p50, ms |\n|---|---|---|---|---|---|---|\n"
+    head = "| run | score | 95 % interval | network calls | steps | training step, ms | inference, ms |\n|---|---|---|---|---|---|---|\n"
     number = lambda value, places: "-" if value is None else f"{value:.{places}f}"
     lines = []
     for row in sorted(rows, key=lambda row: -row["score"]):
         low, high = row["interval_95"]
         lines.append(f"| {row['name']} | {row['score']:.3f} | {low:.2f} to {high:.2f} | {row['nfe']:g} | {row['steps']} | {number(row['step_ms'], 0)} "
-                     f"| {number(row['latency_p50_ms'], 2)} |")
+                     f"| {number(row['inference_ms'], 2)} |")
     return head + "\n".join(lines)
 
 
@@ -99,7 +107,7 @@ def write(study: dict[str, Any], source: pathlib.Path, rows: list[dict[str, Any]
     command = f"python -m benchmarks.study {source.resolve().relative_to(ROOT)} --jobs {jobs} --threads {threads}"
     data = {"command": command, "study": study, "rows": rows, "versions": versions(), "cpu_threads_per_run": threads, "jobs": jobs}
     write_atomically(folder / "results.json", lambda file: file.write(json.dumps(data, indent=2).encode()))
-    text = f"# {study['title']}\n\n{study['description']}\n\n{table(rows)}\n\nTimes on one thread, measured one after the other at the end. Made with `{command}`; every run's own command, and all versions, are in results.json.\n"
+    text = f"# {study['title']}\n\n{study['description']}\n\n{table(rows)}\n\nTimes are medians (p50) of processor time on one thread, at batch 1 for inference, measured one run after the other at the end. Made with `{command}`; every run's own command, and all versions, are in results.json.\n"
     write_atomically(folder / "README.md", lambda file: file.write(text.encode()))
     return folder
 
@@ -128,7 +136,6 @@ def main() -> None:
                 failed.append(futures[future])
                 tqdm.write(f"{futures[future]} failed ({error}); see data/studies/{study['name']}/{futures[future]}/study.log")
             bar.update()
-    torch.set_num_threads(1)
     finished = {row["name"] for row in rows}
     for entry in tqdm([entry for entry in entries if entry["name"] in finished], desc="times", unit="run", disable=None):
         if not (ROOT / "data/studies" / study["name"] / entry["name"] / "times.json").is_file():

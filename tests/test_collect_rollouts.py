@@ -62,7 +62,7 @@ def test_the_shipped_demonstrations_are_successes_of_this_environment():
 
 
 def test_a_study_s_table_ranks_and_keeps_its_commands():
-    row = {"name": "b", "score": 0.5, "interval_95": [0.4, 0.6], "nfe": 1.0, "steps": 100, "step_ms": 50.0, "latency_p50_ms": 1.0}
+    row = {"name": "b", "score": 0.5, "interval_95": [0.4, 0.6], "nfe": 1.0, "steps": 100, "step_ms": 50.0, "inference_ms": 1.0}
     text = study.table([row, {**row, "name": "a", "score": 0.7}, {**row, "name": "untrained", "score": 0.1, "step_ms": None}])
     lines = text.splitlines()[2:]
     assert [line.split("|")[1].strip() for line in lines] == ["a", "b", "untrained"]
