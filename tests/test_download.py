@@ -160,7 +160,7 @@ def test_wrong_content(server, archive, run, tmp_path, capsys):
     for files, words in (
             ({"tiny/readme": b"x"}, "is missing"),
             ({name: content for name, content in good.items() if name != chunk}, "chunks are missing"),
-            ({**good, chunk: good[chunk.replace("action", "state")]}, "other numbers")):
+            ({**good, chunk: good[chunk.replace("action", "state")]}, "is not what was written")):
         server.files["/tiny.zip"] = zipped(files)
         assert run() == 1
         assert words in capsys.readouterr().err
