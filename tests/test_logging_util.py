@@ -25,6 +25,7 @@ def save(topk, epoch, value):
     path = topk.get_ckpt_path({"epoch": epoch, "test_mean_score": value, "other": 1})
     if path is not None:
         open(path, "w").close()
+    topk.remove_displaced()
     return path
 
 
@@ -54,6 +55,18 @@ def test_only_listed_files_are_deleted(tmp_path):
     save(topk, 1, 0.2)
     assert sorted(os.listdir(folder)) == ["epoch=0001-test_mean_score=0.200.ckpt", "latest.ckpt"]
     assert (tmp_path / "precious.ckpt").exists()
+
+
+def test_what_is_displaced_stays_until_the_new_one_is_saved(tmp_path):
+    topk = manager(tmp_path, k=1)
+    old = save(topk, 0, 0.1)
+    new = topk.get_ckpt_path({"epoch": 1, "test_mean_score": 0.2, "other": 1})
+    assert os.path.exists(old)
+    state = topk.state_dict()       # a run that is killed here has the list without the old one, and the old one still on the disk
+    open(new, "w").close()
+    resumed = manager(tmp_path, k=1)
+    resumed.load_state_dict(state)
+    assert not os.path.exists(old) and list(resumed.path_value_map) == [new]
 
 
 def test_nothing_to_keep(tmp_path, caplog):

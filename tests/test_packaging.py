@@ -31,11 +31,11 @@ def test_it_trains_from_elsewhere(wheel, tmp_path):
     """Unpacked into an empty folder, outside the checkout: the configurations are found and a debug run trains."""
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     code = (
-        "from tests_util import write_pusht; import pathlib; write_pusht(pathlib.Path('pusht.zarr'))\n"
+        "from small_data import write_pusht; import pathlib; write_pusht(pathlib.Path('pusht.zarr'))\n"
         "import diffusion_policy.common.config_util as c; assert 'site' in str(c.config_dir()), c.config_dir()\n"
         "from diffusion_policy.scripts.train import main; main()\n"
     )
-    (tmp_path / "tests_util.py").write_text((ROOT / "tests/util.py").read_text())
+    (tmp_path / "small_data.py").write_text((ROOT / "benchmarks/data.py").read_text())
     done = subprocess.run(
         [sys.executable, "-c", code, "--config-name=train_idp_mlp_lowdim", "preset=debug", "task.dataset.zarr_path=pusht.zarr", "task.env_runner.n_test_vis=0",
          "hydra.run.dir=run"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{tmp_path / 'site'}:{tmp_path}"}, capture_output=True, text=True, timeout=300)

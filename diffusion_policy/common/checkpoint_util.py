@@ -28,7 +28,11 @@ class TopKCheckpointManager:
         self.displaced = []
 
     def get_ckpt_path(self, data: dict) -> str | None:
-        """data: the epoch's metrics. Returns where to save its checkpoint, or None if it is not among the best."""
+        """data: the epoch's metrics. Returns where to save its checkpoint, or None if it is not among the best.
+
+        What an earlier call displaced is removed now, for callers that do not say when they have saved.
+        """
+        self.remove_displaced()
         if self.k == 0:
             return None
         if self.monitor_key not in data:
