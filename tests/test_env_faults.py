@@ -188,9 +188,11 @@ def test_worker_timeout_is_checked(tmp_path):
 
 
 SCRIPT = """
+import signal
 import sys
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)      # a shell starts background jobs deaf to it
     from tests.test_env_faults import FaultyRunner
 
     faults = {int(sys.argv[2]): ["hang, deaf to signals", 1, 100]}
