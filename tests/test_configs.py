@@ -188,3 +188,64 @@ def test_layers_of_the_code(repo_root):
                 assert not any(alias.name.startswith("diffusion_policy") for alias in node.names), path
     # Third parties extend the namespace package.
     assert not (repo_root / "diffusion_policy/__init__.py").exists()
+
+
+# robomimic's tasks
+
+ROBOMIMIC = sorted(path.stem for path in (ROOT / "config/task").glob("*_[pm]h_*.yaml"))
+METHODS = sorted({name.removeprefix("train_").rsplit("_", 2)[0] for name in IMAGE})
+
+
+def test_robomimic_s_tasks_have_the_protocol_s_values():
+    dims = {"lift": 19, "can": 23, "square": 23, "tool_hang": 53, "transport": 59}
+    assert ROBOMIMIC == sorted(f"{task}_{kind}_{obs}" for task in dims for kind in ("ph", "mh") for obs in ("lowdim", "image")
+                               if (task, kind) != ("tool_hang", "mh"))
+    for name in ROBOMIMIC:
+        task, kind, obs = name.rsplit("_", 2)
+        cfg = load_config(f"train_idp_transformer_{obs}", f"task={name}")
+        long, arms = task in ("transport", "tool_hang"), 2 if task == "transport" else 1
+        assert cfg.task.name == cfg.task_name == name and cfg.task.abs_action and cfg.task.dataset.normalization == "min_max"
+        assert cfg.task.dataset_path == cfg.task.dataset.dataset_path == cfg.task.env_runner.dataset_path
+        assert cfg.task.dataset_path == f"data/robomimic/datasets/{task}/{kind}/{'low_dim' if obs == 'lowdim' else 'image'}_abs.hdf5"
+        assert cfg.horizon == cfg.task.dataset.horizon == (16 if (task, kind) == ("lift", "ph") else 10)
+        assert cfg.task.env_runner.max_steps == (700 if long else 400) and cfg.task.action_dim == 10 * arms
+        if obs == "lowdim":
+            assert cfg.task.obs_dim == dims[task] and len(cfg.task.obs_keys) == 1 + 3 * arms
+            assert cfg.task.env_runner.obs_keys == cfg.task.dataset.obs_keys == cfg.task.obs_keys
+        else:
+            shapes = {key: tuple(value.shape) for key, value in cfg.task.shape_meta.obs.items()}
+            rgb = {key for key, value in cfg.task.shape_meta.obs.items() if value.type == "rgb"}
+            view = {"transport": ["shouldercamera0", "shouldercamera1", "robot1_eye_in_hand"], "tool_hang": ["sideview"]}.get(task, ["agentview"])
+            assert rgb == {f"{camera}_image" for camera in ["robot0_eye_in_hand", *view]} and {shapes[key] for key in rgb} == {(3, 84, 84)}
+            assert {key: shapes[key] for key in shapes if key not in rgb} == {
+                f"robot{arm}_{key}": shape for arm in range(arms) for key, shape in (("eef_pos", (3,)), ("eef_quat", (4,)), ("gripper_qpos", (2,)))}
+            assert cfg.task.env_runner.render_obs_key == f"{view[0]}_image" and cfg.task.crop_shape == [76, 76]
+
+
+def test_another_kind_of_demonstrations_is_one_word():
+    cfg = load_config("train_idp_mlp_lowdim", "task=lift_ph_lowdim", "task.dataset_type=scripted")
+    assert cfg.task.dataset.dataset_path == "data/robomimic/datasets/lift/scripted/low_dim_abs.hdf5" and cfg.task.name == "lift_scripted_lowdim"
+
+
+def test_the_horizon_is_the_task_s_but_the_unet_s_a_power_of_two():
+    for backbone, task, expected in (("mlp", "can_ph_lowdim", 10), ("transformer", "lift_ph_lowdim", 16), ("unet", "can_ph_lowdim", 16),
+                                     ("unet", "lift_mh_lowdim", 16), ("mlp", "pusht_state", 16), ("unet", "pusht_lowdim", 16)):
+        assert load_config(f"train_idp_{backbone}_lowdim", f"task={task}").policy.horizon == expected
+        assert load_config(f"train_idp_{backbone}_lowdim", f"task={task}", "horizon=12").task.dataset.horizon == 12
+    for name in UPSTREAM:
+        assert load_config(name, "task=can_ph_lowdim").horizon == 16
+
+
+@pytest.mark.parametrize("index, name", list(enumerate(ROBOMIMIC)))
+def test_every_method_builds_with_robomimic_s_tasks(index, name):
+    """A fifth of the methods, each with another network, for each task; between them, the tasks see all of them."""
+    obs = name.rsplit("_", 1)[1]
+    for number, method in enumerate(METHODS):
+        if (number + index) % 5 == 0:
+            backbone = ("transformer", "unet", "mlp")[(number + index // 3) % 3]
+            cfg = load_config(f"train_{method}_{backbone}_{obs}", f"task={name}", "preset=debug")
+            with torch.device("meta"):
+                policy = hydra.utils.instantiate(cfg.policy)
+            assert (policy.horizon, policy.action_dim) == (cfg.horizon, cfg.task.action_dim)
+    for name_of_upstream in UPSTREAM if obs == "lowdim" else ():
+        hydra.utils.instantiate(load_config(name_of_upstream, f"task={name}", "preset=debug").policy)
