@@ -81,6 +81,14 @@ class RolloutRunner:
         """Stacked observations of the environments (N, To, ...) -> {name: array} for the policy."""
         raise NotImplementedError
 
+    def env_action(self, action):
+        """Actions of the policy (N, Ta, Da) -> those of the environments."""
+        return action
+
+    def start_options(self, split, seed):
+        """`options` of the environment's reset for this episode: a recorded start, or None for the one that the seed gives."""
+        return None
+
     def run(self, policy):
         """-> {'<split>/sim_max_reward_<seed>', '<split>/sim_video_<seed>', '<split>/mean_score'}.
 
@@ -139,8 +147,8 @@ class RolloutRunner:
         """Play the episodes of `chunk` in `count` slots -> None, or what went wrong."""
         if self._faults > MAX_RESTARTS:
             return f"was not played: the environments of this evaluation had failed {self._faults} times"
-        episodes = [{"split": split, "seed": seed, "video": self._video_path(split, seed) if vis else None}
-                    for split, seed, vis in chunk]
+        episodes = [{"split": split, "seed": seed, "video": self._video_path(split, seed) if vis else None,
+                     "options": self.start_options(split, seed)} for split, seed, vis in chunk]
         try:
             self.episodes += self._run_chunk(policy, episodes, bar, count)
             return None
@@ -181,7 +189,7 @@ class RolloutRunner:
             if action.shape[1] == 0:
                 raise ConfigError(f"the policy returned no action beyond the {self.n_latency_steps} lost to "
                                   "n_latency_steps: its n_action_steps must be larger")
-            obs, reward, done, steps = env.step(action)
+            obs, reward, done, steps = env.step(self.env_action(action))
             past_action = action
             bar.update(action.shape[1])
         return [{"split": e["split"], "seed": e["seed"], "max_reward": float(r), "steps": int(n),

@@ -61,6 +61,9 @@ class MultiStepWrapper(gym.Wrapper):
     from then on `step` changes nothing until `reset`.
     Reward: aggregate of all rewards since reset, so with 'max' the best one of the episode so far.
     Info: per key, the values of the last n_obs_steps steps (fewer at the start).
+
+    An environment whose observations are expensive may have an attribute `observing`: it is False in
+    the steps of a chunk whose observations are not among the last n_obs_steps, so are never seen.
     """
 
     def __init__(self, env, n_obs_steps, n_action_steps, max_episode_steps=None,
@@ -88,9 +91,12 @@ class MultiStepWrapper(gym.Wrapper):
         return self._get_obs(self.n_obs_steps), info
 
     def step(self, action):
-        for act in action:
+        may_skip = hasattr(self.unwrapped, "observing")
+        for i, act in enumerate(action):
             if self._terminated or self._truncated:
                 break
+            if may_skip:
+                self.unwrapped.observing = i >= len(action) - self.n_obs_steps
             obs, reward, self._terminated, self._truncated, info = self.env.step(act)
             self.obs.append(obs)
             self.reward.append(reward)

@@ -54,10 +54,11 @@ class RolloutEnv:
         self.video = video
 
     def reset(self, episode):
-        """Start an episode {'seed', 'video'}, or None -> the first observation."""
+        """Start an episode {'seed', 'video', 'options'}, or None -> the first observation."""
         self.video.file_path = None if episode is None else episode["video"]
         self._reward, self._steps, self._done = 0.0, 0, episode is None
-        self._obs, _ = self.env.reset(seed=0 if episode is None else episode["seed"])
+        seed, options = (0, None) if episode is None else (episode["seed"], episode["options"])
+        self._obs, _ = self.env.reset(seed=seed, options=options)
         return self._obs
 
     def step(self, action):

@@ -1,0 +1,70 @@
+"""What the wrappers for low-dimensional and for image observations share."""
+from __future__ import annotations
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+from diffusion_policy.common.errors import ConfigError
+
+
+class RobomimicWrapper(gym.Env):
+    """A task of robomimic as a gymnasium environment; reward 1 while the task is solved, else 0.
+
+    Args:
+        env: a RobosuiteTask, or robomimic's EnvRobosuite.
+        init_state: (n,) flat state of the simulator in which every episode starts.
+        render_hw, render_camera_name: of the pictures for videos.
+        terminate_on_success: end the episode when the task is solved. Its score, the largest reward, is known then.
+
+    `reset(options={'state': (n,)})` starts from a state of the simulator; `reset(seed=)` from a start that the seed alone decides.
+    """
+
+    metadata = {"render_modes": ["rgb_array"]}
+    render_mode = "rgb_array"
+
+    def __init__(self, env, init_state=None, render_hw=(256, 256), render_camera_name="agentview", terminate_on_success=False):
+        self.env = env
+        self.init_state = init_state
+        self.render_hw = tuple(render_hw)
+        self.render_camera_name = render_camera_name
+        self.terminate_on_success = terminate_on_success
+        self._seed = None
+        self.action_space = spaces.Box(-np.inf if getattr(env, "abs_action", False) else -1.0, np.inf if getattr(env, "abs_action", False) else 1.0,
+                                       (env.action_dimension,), np.float64)
+
+    @property
+    def control_hz(self):
+        return getattr(self.env, "control_hz", 20)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._seed = seed if seed is not None else self._seed
+        # Also before a given state: it ends what the last episode left in the controllers and grippers, which the state does not hold.
+        raw = self.env.reset(seed=self._seed)
+        state = (options or {}).get("state", self.init_state)
+        if state is not None:
+            raw = self.env.reset_to({"states": state})
+        return self.get_observation(raw), {}
+
+    def step(self, action):
+        raw, reward, _, info = self.env.step(action)
+        # Not the reward: robosuite scales it by reward_scale, and a shaped one is more than success.
+        success = self.env.is_success()["task"]
+        return self.get_observation(raw), float(success), bool(success and self.terminate_on_success), False, info
+
+    def get_observation(self, raw=None):
+        raise NotImplementedError
+
+    def require(self, raw, keys):
+        missing = [key for key in keys if key not in raw]
+        if missing:
+            raise ConfigError(f"the environment {self.env.name} has no observation {', '.join(missing)}; it has: {', '.join(sorted(raw))}.")
+
+    def render(self):
+        height, width = self.render_hw
+        return self.env.render(mode="rgb_array", height=height, width=width, camera_name=self.render_camera_name)
+
+    def close(self):
+        if hasattr(self.env, "close"):
+            self.env.close()

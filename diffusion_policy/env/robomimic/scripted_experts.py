@@ -1,0 +1,137 @@
+"""Experts that solve Lift and Can from the observation alone, to make demonstrations where human ones cannot be had.
+
+An expert is a small state machine: in every stage the hand is drawn to a point above, at or away from the object, and the stage ends when
+it is there. Heights, offsets and speed are drawn anew for each episode, so that demonstrations differ as those of people do.
+"""
+from __future__ import annotations
+
+import numpy as np
+
+from diffusion_policy.common.errors import ConfigError
+
+REACH = 0.05            # metres that an action of 1 asks for; the controllers in `env_args` have the same number
+TURN = 0.5              # radians, likewise
+OPEN, CLOSE = -1.0, 1.0
+
+
+def env_args(task: str) -> dict:
+    """What a dataset of this task, recorded here, says of its environment: as robomimic's for robosuite 1.5, in the world's frame."""
+    arm = {"type": "OSC_POSE", "input_max": 1, "input_min": -1, "output_max": [REACH] * 3 + [TURN] * 3, "output_min": [-REACH] * 3 + [-TURN] * 3,
+           "kp": 150, "damping_ratio": 1, "impedance_mode": "fixed", "kp_limits": [0, 300], "damping_ratio_limits": [0, 10],
+           "position_limits": None, "orientation_limits": None, "uncouple_pos_ori": True, "input_type": "delta", "input_ref_frame": "world",
+           "interpolation": None, "ramp_ratio": 0.2, "gripper": {"type": "GRIP"}}
+    name, extra = TASKS[task]
+    robots = ["Panda", "Panda"] if "env_configuration" in extra else ["Panda"]
+    return {"env_name": name, "env_version": "1.5.1", "type": 1,
+            "env_kwargs": {"robots": robots, "controller_configs": {"type": "BASIC", "body_parts": {"right": arm}}, "control_freq": 20,
+                           "reward_shaping": False, **extra}}
+
+
+# robomimic's name of a task -> robosuite's, and what else its environment is built with
+TASKS = {"lift": ("Lift", {}), "can": ("PickPlaceCan", {}), "square": ("NutAssemblySquare", {}), "tool_hang": ("ToolHang", {}),
+         "transport": ("TwoArmTransport", {"env_configuration": "opposed"})}
+
+
+class ScriptedExpert:
+    """`act(obs)` -> (7,) action in [-1, 1]: change of the hand's position and rotation, and the gripper."""
+
+    stages: tuple = ()
+
+    def __init__(self, rng: np.random.Generator):
+        self.rng = rng
+        self.stage, self.waited = 0, 0
+        self.speed = rng.uniform(0.7, 1.0)
+        self.hover = rng.uniform(0.06, 0.10)
+        self.offset = rng.normal(0.0, 0.004, size=2)       # where on the object it grasps
+        self.noise = 0.03
+
+    def act(self, obs: dict) -> np.ndarray:
+        hand = obs["robot0_eef_pos"]
+        target, gripper, arrived = getattr(self, self.stages[self.stage])(obs, hand)
+        if arrived and self.stage < len(self.stages) - 1:
+            self.stage, self.waited = self.stage + 1, 0
+            target, gripper, _ = getattr(self, self.stages[self.stage])(obs, hand)
+        self.waited += 1
+        move = (target - hand) / REACH
+        move *= min(1.0, self.speed / max(np.abs(move).max(), 1e-9))
+        move += self.rng.normal(0.0, self.noise, size=3)
+        return np.clip(np.concatenate([move, self.turn(obs), [gripper]]), -1.0, 1.0)
+
+    def turn(self, obs) -> np.ndarray:
+        """(3,) rotation of the hand; none where the start's, straight down, is right."""
+        return np.zeros(3)
+
+
+class LiftExpert(ScriptedExpert):
+    """Above the cube, down, grasp, up."""
+
+    stages = ("above", "down", "grasp", "up")
+
+    def cube(self, obs):
+        return obs["object"][:3] + [*self.offset, 0.0]
+
+    def above(self, obs, hand):
+        target = self.cube(obs) + [0, 0, self.hover]
+        return target, OPEN, np.linalg.norm((target - hand)[:2]) < 0.012
+
+    def down(self, obs, hand):
+        target = self.cube(obs)
+        return target, OPEN, abs(target - hand)[2] < 0.01
+
+    def grasp(self, obs, hand):
+        return self.cube(obs), CLOSE, self.waited >= 5
+
+    def up(self, obs, hand):
+        return np.array([hand[0], hand[1], 1.0]), CLOSE, False
+
+
+class CanExpert(ScriptedExpert):
+    """Above the can, down, grasp, up, over to its box, down, open, away."""
+
+    stages = ("above", "down", "grasp", "up", "over", "lower", "release", "away")
+    BOX = np.array([0.1975, 0.4025])      # where the can belongs: its compartment of the second bin, fixed in the scene
+
+    def __init__(self, rng):
+        super().__init__(rng)
+        self.place = self.BOX + rng.uniform(-0.02, 0.02, size=2)
+        self.carry = rng.uniform(1.08, 1.14)
+
+    def can(self, obs):
+        return obs["object"][7:10] + [*self.offset, 0.01]     # after the hand's pose relative to it
+
+    def above(self, obs, hand):
+        target = self.can(obs) + [0, 0, self.hover + 0.05]
+        return target, OPEN, np.linalg.norm((target - hand)[:2]) < 0.012
+
+    def down(self, obs, hand):
+        target = self.can(obs)
+        return target, OPEN, abs(target - hand)[2] < 0.01
+
+    def grasp(self, obs, hand):
+        return self.can(obs), CLOSE, self.waited >= 6
+
+    def up(self, obs, hand):
+        return np.array([hand[0], hand[1], self.carry]), CLOSE, hand[2] > self.carry - 0.06
+
+    def over(self, obs, hand):
+        target = np.array([*self.place, self.carry])
+        return target, CLOSE, np.linalg.norm((target - hand)[:2]) < 0.025
+
+    def lower(self, obs, hand):
+        target = np.array([*self.place, 0.93])
+        return target, CLOSE, hand[2] < 0.955
+
+    def release(self, obs, hand):
+        return np.array([*self.place, 0.93]), OPEN, self.waited >= 4
+
+    def away(self, obs, hand):
+        return np.array([*self.place, 1.1]), OPEN, False
+
+
+EXPERTS = {"lift": LiftExpert, "can": CanExpert}
+
+
+def make_expert(task: str, rng: np.random.Generator) -> ScriptedExpert:
+    if task not in EXPERTS:
+        raise ConfigError(f"there is no scripted expert for {task!r}; there is one for: {', '.join(EXPERTS)}.")
+    return EXPERTS[task](rng)

@@ -1,0 +1,73 @@
+"""Rollouts on robomimic's tasks, shared by the low-dimensional and the image runner."""
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+from diffusion_policy.common.errors import ConfigError, DataError
+from diffusion_policy.common.hdf5_reader import read_demos
+from diffusion_policy.env.robomimic.robosuite_task import RobosuiteTask, check_env_args, import_robosuite
+from diffusion_policy.env.robomimic.starts import recorded_start
+from diffusion_policy.env_runner.rollout import RolloutRunner
+from diffusion_policy.model.common.rotation_transformer import RotationTransformer
+
+ARM_DIM, ROTATION_6D_DIM = 7, 10    # numbers of an arm's action: position 3, rotation 3 or 6, gripper 1
+
+
+class RobomimicRunner(RolloutRunner):
+    """The score of an episode is 1 if the task was solved at any time, else 0.
+
+    Train episodes start where the demonstrations number train_start_idx, ... of the dataset do, test episodes where those of the seeds
+    test_start_seed, ... do: in the simulator states recorded in env/robomimic/starts, which hold 50 from seed 100000, else drawn.
+
+    Args:
+        dataset_path: says in its env_args what the environment is.
+        abs_action: the policy gives absolute poses, rotations as rotation_6d.
+        n_envs: environments at the same time, by default one per core; each keeps its model for all episodes it plays.
+        stop_on_success: end an episode when it is solved; its score cannot change any more. False plays all max_steps, as upstream does.
+    Other arguments: see `RolloutRunner`.
+    """
+
+    def __init__(self, output_dir, dataset_path, wrapper, wrapper_kwargs, render_offscreen, abs_action=False, train_start_idx=0, n_train=10,
+                 n_envs=None, stop_on_success=True, vector="async", n_latency_steps=0, max_steps=400, n_obs_steps=2, **rollouts):
+        import_robosuite()      # says what is missing here, not in the process of an environment
+        demos = read_demos(dataset_path, ["actions", "states"] if n_train else ["actions"])
+        env_args = check_env_args(demos.env_args)
+        self.env_name = env_args["env_name"]
+        self.title = f"{self.env_name} rollouts"
+        self.first_states = {}
+        if n_train:
+            starts = np.concatenate([[0], demos.episode_ends[:-1]])
+            if train_start_idx + n_train > len(starts):
+                raise ConfigError(f"{dataset_path} has {len(starts)} demonstrations, too few for n_train={n_train} from train_start_idx={train_start_idx}.")
+            self.first_states = {i: demos.arrays["states"][starts[i]] for i in range(train_start_idx, train_start_idx + n_train)}
+        width = demos.arrays["actions"].shape[1]
+        if width % ARM_DIM:
+            raise DataError(f"{dataset_path}: its actions have {width} numbers, not {ARM_DIM} an arm.")
+        self.n_arms = width // ARM_DIM
+        self.rotation_transformer = RotationTransformer("axis_angle", "rotation_6d") if abs_action else None
+        env_kwargs = {"env_args": env_args, "abs_action": abs_action, "render_offscreen": render_offscreen, "wrapper": wrapper,
+                      "wrapper_kwargs": dict(wrapper_kwargs, terminate_on_success=stop_on_success)}
+        super().__init__(output_dir, make_env, env_kwargs, n_train=n_train, train_start_seed=train_start_idx, n_envs=n_envs or os.cpu_count(),
+                         vector=vector, n_latency_steps=n_latency_steps, max_steps=max_steps, n_obs_steps=n_obs_steps, **rollouts)
+
+    def start_options(self, split, seed):
+        state = self.first_states[seed] if split == "train" else recorded_start(self.env_name, seed)
+        return None if state is None else {"state": state}
+
+    def env_action(self, action):
+        """(N, Ta, Da) -> (N, Ta, 7 an arm)"""
+        each = ROTATION_6D_DIM if self.rotation_transformer is not None else ARM_DIM
+        if action.shape[-1] != each * self.n_arms:
+            raise ConfigError(f"the policy's actions have {action.shape[-1]} numbers; {self.env_name} takes {each} for each of {self.n_arms} arm(s) "
+                              f"with abs_action={self.rotation_transformer is not None}.")
+        if self.rotation_transformer is None:
+            return action
+        arms = action.reshape(*action.shape[:-1], self.n_arms, each)
+        rotation = self.rotation_transformer.inverse(arms[..., 3:9])
+        return np.concatenate([arms[..., :3], rotation, arms[..., 9:]], axis=-1).reshape(*action.shape[:-1], -1)
+
+
+def make_env(env_args, abs_action, render_offscreen, wrapper, wrapper_kwargs):
+    return wrapper(RobosuiteTask(env_args, abs_action, render_offscreen), **wrapper_kwargs)

@@ -1,0 +1,143 @@
+"""Turn the actions of a robomimic dataset from changes of the hand's pose into the poses themselves.
+
+    python -m diffusion_policy.scripts.robomimic_abs_actions -i data/robomimic/datasets/lift/ph/low_dim.hdf5
+
+For each step the simulator is put into the recorded state, the action is passed to the arm's controller, and the controller's goal is read:
+position, rotation (axis times angle), in the frame that the dataset's env_args name; the gripper stays. The result is a copy of the file
+with other actions, <name>_abs.hdf5. Afterwards demonstrations are replayed open-loop with both kinds of actions, and the share of
+successes that the absolute ones reproduce is printed and written into the file (attribute abs_replay of 'data').
+"""
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import multiprocessing
+import os
+import pathlib
+import shutil
+
+import numpy as np
+from tqdm import tqdm
+
+from diffusion_policy.common.errors import DataError, UserError
+from diffusion_policy.common.hdf5_reader import read_demos
+from diffusion_policy.env.robomimic.robosuite_task import RobosuiteTask
+
+ARM_DIM = 7         # position or its change 3, rotation or its change 3, gripper 1
+SETTLE = 10         # steps that a replay may go on after the last action: a cube that is being lifted needs a few
+
+
+@dataclasses.dataclass
+class Replay:
+    """Of the demonstrations that were replayed: how many succeed with their own actions, and how many of these with the absolute ones."""
+
+    demos: int
+    delta_successes: int
+    abs_successes: int
+
+    @property
+    def share(self) -> float:
+        return self.abs_successes / self.delta_successes if self.delta_successes else 0.0
+
+
+def convert(source, target=None, workers: int = 1, verify: int | None = None, minimum: float = 0.95) -> Replay | None:
+    """Write `target` (default: <source>_abs.hdf5). verify: how many demonstrations to replay, None for all, 0 for none.
+
+    Raises DataError if fewer than the share `minimum` of their successes is reproduced; the file is not kept then.
+    """
+    import h5py
+
+    source = pathlib.Path(source).expanduser()
+    target = pathlib.Path(target or source.with_name(f"{source.stem}_abs{source.suffix}")).expanduser()
+    demos = read_demos(source, ["states", "actions"])
+    RobosuiteTask(demos.env_args).close()      # says here, and once, what is wrong with the environment
+    ends = demos.episode_ends
+    episodes = list(zip(np.split(demos.arrays["states"], ends[:-1]), np.split(demos.arrays["actions"], ends[:-1])))
+    with workers_for(demos.env_args, workers) as pool:
+        goals = list(tqdm(pool.map(_goals, episodes), total=len(episodes), desc="absolute actions", unit="demo", disable=None))
+        chosen = range(len(episodes))[:verify]
+        outcomes = list(tqdm(pool.map(_replay, [(episodes[i][0][0], episodes[i][1], goals[i]) for i in chosen]), total=len(chosen),
+                             desc="replays", unit="demo", disable=None))
+    replay = None
+    if outcomes:
+        replay = Replay(len(outcomes), sum(delta for delta, _ in outcomes), sum(delta and absolute for delta, absolute in outcomes))
+        if replay.share < minimum:
+            raise DataError(f"{source}: of {replay.delta_successes} demonstrations that succeed when replayed, only {replay.abs_successes} do with "
+                            f"absolute actions; at least {minimum:.0%} is expected. Was it recorded with another robosuite?")
+    partial = target.with_suffix(".part")
+    try:
+        shutil.copyfile(source, partial)
+        with h5py.File(partial, "r+") as file:
+            for i, actions in enumerate(goals):
+                file[f"data/demo_{i}/actions"][...] = actions
+            if replay:
+                file["data"].attrs["abs_replay"] = json.dumps({**dataclasses.asdict(replay), "share": replay.share})
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return replay
+
+
+def workers_for(env_args, count: int):
+    """Processes with one delta and one absolute environment each, built once."""
+    # Not fork: the libraries behind it have threads of their own.
+    return concurrent.futures.ProcessPoolExecutor(count, multiprocessing.get_context("forkserver"), _start, (env_args,))
+
+
+def _start(env_args):
+    global _delta, _absolute
+    _delta, _absolute = RobosuiteTask(env_args), RobosuiteTask(env_args, abs_action=True)
+
+
+def _goals(episode) -> np.ndarray:
+    """(states (T, n), actions (T, 7 or 14)) -> absolute actions, same shape"""
+    from scipy.spatial.transform import Rotation
+
+    states, actions = episode
+    _delta.reset(seed=0)
+    out = actions.astype(np.float64)
+    for t, (state, action) in enumerate(zip(states, actions.reshape(len(actions), -1, ARM_DIM))):
+        _delta.reset_to({"states": state})
+        for arm, (robot, controller) in enumerate(zip(_delta.env.robots, _delta.controllers())):
+            robot.control(action[arm], policy_step=True)
+            goal = out[t, arm * ARM_DIM:]
+            goal[:3], goal[3:6] = controller.goal_pos, Rotation.from_matrix(controller.goal_ori).as_rotvec()
+    return out
+
+
+def _replay(job) -> tuple[bool, bool]:
+    """(first state, delta actions, absolute actions) -> whether the task is solved at any time, with each"""
+    state, delta, absolute = job
+    return _solves(_delta, state, delta), _solves(_absolute, state, absolute)
+
+
+def _solves(env, state, actions) -> bool:
+    env.reset(seed=0)
+    env.reset_to({"states": state})
+    for action in [*actions, *[actions[-1]] * SETTLE]:
+        env.step(action)
+        if env.is_success()["task"]:
+            return True
+    return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-i", "--input", required=True, help="dataset with delta actions")
+    parser.add_argument("-o", "--output", help="where to write (default: beside it, <name>_abs.hdf5)")
+    parser.add_argument("-n", "--num_workers", type=int, default=os.cpu_count(), help="processes (default: one per core)")
+    parser.add_argument("--verify", type=int, default=None, help="demonstrations to replay (default: all; 0: none)")
+    options = parser.parse_args()
+    try:
+        replay = convert(options.input, options.output, options.num_workers, options.verify)
+    except UserError as error:
+        parser.exit(1, f"error: {error}\n")
+    if replay:
+        print(f"replayed {replay.demos} demonstrations open-loop: {replay.delta_successes} succeed with their own actions, "
+              f"{replay.abs_successes} of these with absolute ones ({replay.share:.1%})")
+
+
+if __name__ == "__main__":
+    main()
