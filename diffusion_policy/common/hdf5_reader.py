@@ -5,16 +5,21 @@ runs in a child process with a limit on time and memory that imports neither tor
 files; whatever happens to the child is a DataError. The child also refuses what would read other files or load code (links, external
 storage, plugins), and looks for what libhdf5 passes over: values that were never written, which it reads as zeros, chunks that decode to
 too little, which it fills with what lies in memory, and addresses that point into other data.
+
+Pictures are many times larger than the rest: the child appends them to a file, one demonstration after the other, so that no process
+ever holds more than one demonstration of them.
 """
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import json
 import math
 import os
 import pathlib
 import select
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,7 +29,7 @@ import zlib
 from diffusion_policy.common.errors import DataError, DataNotFoundError
 from diffusion_policy.common.memory import available_bytes, readable_bytes
 
-TIME_LIMIT = 600.0  # seconds; the largest low-dimensional files take a few
+TIME_LIMIT = 600.0  # seconds without an answer or progress; the largest low-dimensional files take a few
 OPENING_BYTES = 512e6  # what libhdf5 may allocate beside the arrays: its caches, and metadata that is yet unknown
 FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32", 4: "szip", 32000: "lzf"}
 GZIP, FLETCHER32, SZIP, LZF = 1, 3, 4, 32000
@@ -32,17 +37,25 @@ GZIP, FLETCHER32, SZIP, LZF = 1, 3, 4, 32000
 
 @dataclasses.dataclass
 class Demos:
-    """arrays: {key: (steps, ...)}, end to end; episode_ends: (demos,) int64; env_args: what the file says of its environment."""
+    """arrays: {key: (steps, ...)}, end to end; episode_ends: (demos,) int64; env_args: what the file says of its environment.
+
+    frames: (steps, bytes) uint8, the pictures of a step side by side, unless they were written to a file.
+    """
 
     arrays: dict
     episode_ends: object
     env_args: dict | None
+    frames: object = None
 
 
-def read_demos(path, keys, time_limit: float = TIME_LIMIT) -> Demos:
-    """The arrays `keys` (such as 'actions', 'obs/object') of every demonstration. Raises DataError for anything else than good data."""
+def read_demos(path, keys, frames=None, into=None, progress=None, time_limit: float = TIME_LIMIT) -> Demos:
+    """The arrays `keys` (such as 'actions', 'obs/object') of every demonstration. Raises DataError for anything else than good data.
+
+    frames: {key: (H, W, C)}, pictures of bytes to read as well. into: a file to append their bytes to, those of a step side by side,
+    instead of returning them; an OSError says that it cannot be written. progress(done, total) is called while they are read.
+    """
     with Hdf5Process(time_limit) as process:
-        return process.read(path, keys)
+        return process.read(path, keys, frames, into, progress)
 
 
 class Hdf5Process:
@@ -64,7 +77,7 @@ class Hdf5Process:
             self.child.communicate()
             self.child = None
 
-    def read(self, path, keys) -> Demos:
+    def read(self, path, keys, frames=None, into=None, progress=None) -> Demos:
         """As `read_demos`."""
         import numpy as np
 
@@ -73,24 +86,30 @@ class Hdf5Process:
             raise DataNotFoundError(f"There is no dataset at {path}.")
         if not os.path.isfile(path):
             raise DataError(f"{path} is not a file, so it is not an HDF5 dataset.")
+        frames = {key: list(shape) for key, shape in (frames or {}).items()}
         with tempfile.TemporaryDirectory(prefix="hdf5_") as folder:
+            file = os.path.abspath(into) if into is not None else os.path.join(folder, "frames")
             # A third: the child's array, its file where /tmp is memory, and the parent's array.
-            answer = self._ask({"path": path, "keys": list(keys), "folder": folder, "memory": available_bytes() / 3})
+            answer = self._ask({"path": path, "keys": list(keys), "folder": folder, "memory": available_bytes() / 3, "frames": frames,
+                                "into": file, "frames_stay": into is None}, progress)
+            if "errno" in answer:
+                raise OSError(answer["errno"], os.strerror(answer["errno"]), file)
             if "error" in answer:
                 raise DataError(answer["error"])
             arrays = {key: np.load(os.path.join(folder, f"{i}.npy"), allow_pickle=False) for i, key in enumerate(keys)}
-        return Demos(arrays, np.array(answer["episode_ends"], dtype=np.int64), answer["env_args"])
+            pictures = np.fromfile(file, np.uint8).reshape(answer["episode_ends"][-1], -1) if frames and into is None else None
+        return Demos(arrays, np.array(answer["episode_ends"], dtype=np.int64), answer["env_args"], pictures)
 
-    def _ask(self, question: dict) -> dict:
-        """The child's answer, one line of JSON; a child that gives none is replaced."""
+    def _ask(self, question: dict, progress=None) -> dict:
+        """The child's answer, one line of JSON after any number of lines of progress; a child that gives none is replaced."""
         if self.child is None:
             self.child = _start()
         deadline = time.monotonic() + self.time_limit
-        text = b""
+        answer, text = None, b""
         try:
             self.child.stdin.write(json.dumps(question).encode() + b"\n")
             self.child.stdin.flush()
-            while not text.endswith(b"\n"):
+            while answer is None:
                 ready, _, _ = select.select([self.child.stdout], [], [], max(0, deadline - time.monotonic()))
                 if not ready:
                     self.close()
@@ -98,13 +117,20 @@ class Hdf5Process:
                 part = os.read(self.child.stdout.fileno(), 1 << 20)
                 if not part:
                     raise BrokenPipeError
-                text += part
+                *lines, text = (text + part).split(b"\n")
+                for line in map(json.loads, lines):
+                    if "progress" not in line:
+                        answer = line
+                        break
+                    deadline = time.monotonic() + self.time_limit
+                    if progress is not None:
+                        progress(*line["progress"])
         except BrokenPipeError:
             code = self.child.wait()
             self.close()
             raise DataError(f"{question['path']} cannot be read, it is damaged: libhdf5 ended the process that read it "
                             f"({f'signal {-code}' if code < 0 else f'exit code {code}'}).") from None
-        return json.loads(text)
+        return answer
 
 
 def _start() -> subprocess.Popen:
@@ -117,16 +143,31 @@ def _start() -> subprocess.Popen:
 
 # In the child
 
+class _MissingError(DataError):
+    """A member that is not there."""
+
+
+class _WriteError(Exception):
+    """`into` cannot be written: the file that is read is not to blame."""
+
+
 def _serve():
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints is no answer
+
+    def say(what: dict):
+        answers.write(json.dumps(what) + "\n")
+        answers.flush()
+
     for line in sys.stdin:
         question = json.loads(line)
         path = question["path"]
         try:
-            answer = _read(**question)
+            answer = _read(**question, report=lambda done, total: say({"progress": [done, total]}))
         except DataError as error:
             answer = {"error": str(error)}
+        except _WriteError as error:
+            answer = {"errno": error.args[0]}
         except MemoryError:
             answer = {"error": f"{path} cannot be read: it is damaged, or needs more memory than is free here."}
         except ImportError as error:
@@ -134,8 +175,7 @@ def _serve():
         except Exception as error:  # h5py turns libhdf5's errors into exceptions of every kind
             answer = {"error": f"{path} cannot be read, it is not an HDF5 file or it is damaged: {type(error).__name__}: {str(error)[:200]}"}
         _limit_memory(float("inf"))
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+        say(answer)
 
 
 def _limit_memory(more: float):
@@ -152,8 +192,11 @@ def _limit_memory(more: float):
         pass
 
 
-def _read(path: str, keys: list, folder: str, memory: float) -> dict:
-    """Write the array of keys[i] to folder/i.npy."""
+def _read(path: str, keys: list, folder: str, memory: float, frames: dict, into: str, frames_stay: bool, report) -> dict:
+    """Write the array of keys[i] to folder/i.npy, and append the pictures `frames` to `into`.
+
+    frames_stay: the parent holds the pictures in memory, too. report(done, total): how far it has come with pictures.
+    """
     import h5py
     import numpy as np
 
@@ -162,19 +205,25 @@ def _read(path: str, keys: list, folder: str, memory: float) -> dict:
         data = _member(file, "data", h5py.Group, path)
         demos = _demos(data, path)
         env_args = _env_args(data, path)
-        extents, columns = [], {key: [] for key in keys}
-        for demo in demos:
-            for key in keys:
-                columns[key].append(_dataset(data[demo], key, f"{path}: data/{demo}", extents))
-            _check_lengths(data[demo], {key: columns[key][-1] for key in keys}, f"{path}: data/{demo}")
+        extents, columns = [], {key: [] for key in (*keys, *frames)}
+        for number, demo in enumerate(demos):
+            where = f"{path}: data/{demo}"
+            for key, column in columns.items():
+                column.append(_pictures(data[demo], key, frames[key], where, extents) if key in frames else
+                              _dataset(data[demo], key, where, extents))
+            _check_lengths(data[demo], {key: column[-1] for key, column in columns.items()}, where)
+            if frames:
+                report(number + 1, 2 * len(demos))
         _check_extents(extents, path)
         sizes = {key: sum(math.prod(dataset.shape) * dataset.dtype.itemsize for dataset in column) for key, column in columns.items()}
-        if sum(sizes.values()) > memory:
-            raise DataError(f"{path} says that its arrays have {readable_bytes(sum(sizes.values()))}, but only {readable_bytes(memory)} of "
+        held = sum(size for key, size in sizes.items() if frames_stay or key not in frames)
+        if held > memory:
+            raise DataError(f"{path} says that its arrays have {readable_bytes(held)}, but only {readable_bytes(memory)} of "
                             f"memory can be used for them here.")
         lengths = [dataset.shape[0] for dataset in columns[keys[0]]]
         ends = list(itertools.accumulate(lengths))
-        for number, (key, column) in enumerate(columns.items()):
+        for number, key in enumerate(keys):
+            column = columns[key]
             _limit_memory(OPENING_BYTES + 3 * sizes[key])
             values = np.empty((ends[-1], *column[0].shape[1:]), column[0].dtype.newbyteorder("="))
             for demo, dataset, start, end in zip(demos, column, [0, *ends], ends):
@@ -186,7 +235,49 @@ def _read(path: str, keys: list, folder: str, memory: float) -> dict:
                     step = int((~np.isfinite(values[start:end])).reshape(end - start, -1).any(axis=1).argmax())
                     raise DataError(f"{path}: data/{demo}/{key} holds NaN or infinity, first at step {step}. Leave this demonstration out.")
             np.save(os.path.join(folder, f"{number}.npy"), values, allow_pickle=False)
+        if frames:
+            demos_of_frames = list(zip(*(columns[key] for key in frames)))
+            largest = max(lengths) * sum(map(math.prod, frames.values()))
+            if largest > memory:
+                raise DataError(f"{path} has a demonstration with {readable_bytes(largest)} of pictures, but only {readable_bytes(memory)} of "
+                                f"memory can be used for them here.")
+            _limit_memory(OPENING_BYTES + 3 * largest)
+            _append(demos_of_frames, into, sum(sizes[key] for key in frames), report)
     return {"episode_ends": ends, "env_args": env_args}
+
+
+def _pictures(demo, key: str, shape: list, where: str, extents: list):
+    """As `_dataset`, for steps that are pictures (H, W, C) of bytes."""
+    import numpy as np
+
+    try:
+        dataset = _dataset(demo, key, where, extents)
+    except _MissingError as error:
+        raise DataError(f"{error} (Files named low_dim*.hdf5 hold no pictures, those named image*.hdf5 do.)") from None
+    if list(dataset.shape[1:]) != shape or dataset.dtype != np.uint8:
+        raise DataError(f"{where}/{key} holds steps of shape {dataset.shape[1:]}, {dataset.dtype}, but pictures of shape {tuple(shape)}, uint8, "
+                        f"are asked for (shape_meta has them as (C, H, W)).")
+    return dataset
+
+
+def _append(demos: list, into: str, size: int, report):
+    """Append the pictures of `demos`, a tuple of datasets each, to the file `into`, those of a step side by side."""
+    import numpy as np
+
+    try:
+        if size > shutil.disk_usage(os.path.dirname(into)).free:
+            raise OSError(errno.ENOSPC, "")
+        with open(into, "ab") as out:
+            for number, datasets in enumerate(demos):
+                try:
+                    values = np.concatenate([dataset[:].reshape(len(dataset), -1) for dataset in datasets], axis=1)
+                except OSError as error:  # libhdf5's, not the disk's
+                    raise DataError(f"{datasets[0].file.filename} cannot be read, it is damaged: {str(error)[:200]}") from None
+                out.write(values.data)
+                out.flush()
+                report(len(demos) + number + 1, 2 * len(demos))
+    except OSError as error:
+        raise _WriteError(error.errno or errno.EIO) from None
 
 
 def _member(group, name: str, kind: type, where: str):
@@ -196,7 +287,7 @@ def _member(group, name: str, kind: type, where: str):
     try:
         link = group.id.links.get_info(name.encode())
     except (KeyError, RuntimeError):  # RuntimeError: what h5py makes of a name that is not there
-        raise DataError(f"{where} has no {name!r}; it has: {', '.join(itertools.islice(group, 20)) or 'nothing'}.") from None
+        raise _MissingError(f"{where} has no {name!r}; it has: {', '.join(itertools.islice(group, 20)) or 'nothing'}.") from None
     if link.type != h5py.h5l.TYPE_HARD:
         raise DataError(f"{where}/{name} is a link to another place, and links are not followed. `h5copy -f soft -f ext` copies what they "
                         f"point to.")

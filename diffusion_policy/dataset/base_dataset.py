@@ -1,11 +1,13 @@
 """What a dataset is to a workspace, and the part that datasets over a replay buffer share."""
 import copy
+import math
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from diffusion_policy.common.errors import ConfigError, DataError
+from diffusion_policy.common.normalize_util import get_image_range_normalizer
 from diffusion_policy.common.pytorch_util import dict_apply
 from diffusion_policy.common.replay_buffer import ReplayBuffer
 from diffusion_policy.common.sampler import SequenceSampler, downsample_mask, get_val_mask
@@ -116,6 +118,51 @@ class WindowedDataset(Dataset):
         """What a DataLoader asks for a batch: samples that are views of one gathered batch."""
         batch = self.get_batch(indices)
         return [dict_apply(batch, lambda value: value[i]) for i in range(len(indices))]
+
+
+class ImageWindowedDataset(WindowedDataset, BaseImageDataset):
+    """Windows whose observation is pictures and numbers: obs {key: (T, 3, H, W) or (T, D)}, action (T, Da).
+
+    A batch from `get_batch` holds pictures as bytes, a quarter of the floats, for the policy to convert on its device; single samples
+    hold floats in [0, 1], as upstream's do. n_obs_steps: observe only the first steps of a window, all that a policy looks at.
+
+    A subclass gives, beside `steps`, in which all but 'action' are numbers that are observed if `lowdim_keys` names them:
+    frames (M, bytes) uint8, the pictures of a step side by side; frame_shapes {key: (H, W, 3)} in that order; and frame_of (steps,),
+    the row of `frames` that shows a step.
+    """
+
+    n_obs_steps: int | None = None
+    lowdim_keys: list
+    frames: torch.Tensor
+    frame_shapes: dict
+    frame_of: torch.Tensor
+
+    def get_batch(self, indices) -> dict:
+        """indices: (B,) integers -> obs: pictures (B, To, 3, H, W) uint8, numbers (B, To, D); action (B, T, Da)."""
+        rows = self.index_table[torch.as_tensor(indices, dtype=torch.long)]  # (B, T)
+        seen = rows[:, :self.n_obs_steps]
+        # Whole rows of bytes: many times faster than indexing an array of more dimensions.
+        frames = self.frames.index_select(0, self.frame_of[seen].flatten())
+        parts = frames.split([math.prod(shape) for shape in self.frame_shapes.values()], dim=1)
+        obs = {key: part.view(*seen.shape, *shape).movedim(-1, -3).contiguous() for (key, shape), part in zip(self.frame_shapes.items(), parts)}
+        return {"obs": {**obs, **{key: self.steps[key][seen] for key in self.lowdim_keys}}, "action": self.steps["action"][rows]}
+
+    def __getitem__(self, idx: int) -> dict:
+        return self.__getitems__([idx])[0]
+
+    def __getitems__(self, indices) -> list[dict]:
+        batch = self.get_batch(indices)
+        for key in self.frame_shapes:
+            batch["obs"][key] = batch["obs"][key].float().div_(255)
+        return [dict_apply(batch, lambda value: value[i]) for i in range(len(indices))]
+
+    def get_normalizer(self, mode="limits", **kwargs) -> LinearNormalizer:
+        """Actions and numbers fitted on the data, pixels [0, 1] to [-1, 1]."""
+        normalizer = LinearNormalizer()
+        normalizer.fit({key: self.steps[key] for key in ("action", *self.lowdim_keys)}, last_n_dims=1, mode=mode, **kwargs)
+        for key in self.frame_shapes:
+            normalizer[key] = get_image_range_normalizer()
+        return normalizer
 
 
 def check_steps(replay_buffer: ReplayBuffer, shapes: dict):
