@@ -1,0 +1,112 @@
+"""robomimic's encoder of images and numbers, as Diffusion Policy's hybrid policies use it: the same parameters under the same names."""
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from diffusion_policy.common.errors import ConfigError
+from diffusion_policy.model.vision.crop_randomizer import CropRandomizer
+from diffusion_policy.model.vision.model_getter import get_resnet
+from diffusion_policy.model.vision.multi_image_obs_encoder import with_group_norm
+
+
+class RandomCrop(CropRandomizer):
+    """The random crop in evaluation too, as robomimic 0.2.0 takes it: two predictions from one image differ."""
+
+    def corners(self, images: torch.Tensor, random: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().corners(images, random=True)
+
+
+class ResNet18Conv(nn.Module):
+    """Images (B, 3, H, W) -> features (B, 8 width, ceil(H / 32), ceil(W / 32)): a ResNet-18 without its average and last layer."""
+
+    def __init__(self, width: int = 64):
+        super().__init__()
+        self.nets = nn.Sequential(*list(get_resnet("resnet18", width=width).children())[:-2])
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.nets(images)
+
+
+class SpatialSoftmax(nn.Module):
+    """Features (B, C, H, W) -> keypoints (B, K, 2): where in the image each of K maps, a 1 x 1 convolution of the features, is large.
+
+        (x_k, y_k) = sum_hw p_khw (x_w, y_h),    p_k = softmax_hw(map_k / temperature),    x_w, y_h from -1 to 1
+    """
+
+    def __init__(self, input_shape: Sequence[int], num_kp: int = 32):
+        super().__init__()
+        channels, height, width = input_shape
+        self.nets = nn.Conv2d(channels, num_kp, kernel_size=1)
+        y, x = torch.meshgrid(torch.linspace(-1, 1, height), torch.linspace(-1, 1, width), indexing="ij")
+        self.register_buffer("temperature", torch.ones(1))
+        self.register_buffer("pos_x", x.reshape(1, -1))
+        self.register_buffer("pos_y", y.reshape(1, -1))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        attention = (self.nets(features).flatten(2) / self.temperature).softmax(dim=-1)     # (B, K, H * W)
+        return torch.stack([(attention * self.pos_x).sum(-1), (attention * self.pos_y).sum(-1)], dim=-1)
+
+
+class VisualCore(nn.Module):
+    """Images (B, 3, H, W) -> (B, 64): Linear(keypoints of the ResNet's features).
+
+    `backbone` and `pool` are also the first two of `nets`: a state dict has them under both names, as robomimic's checkpoints do.
+    """
+
+    def __init__(self, input_shape: Sequence[int], feature_dimension: int = 64, num_kp: int = 32, width: int = 64):
+        super().__init__()
+        self.backbone = ResNet18Conv(width)
+        self.pool = SpatialSoftmax((8 * width, *(math.ceil(size / 32) for size in input_shape[1:])), num_kp)
+        self.nets = nn.Sequential(self.backbone, self.pool, nn.Flatten(), nn.Linear(2 * num_kp, feature_dimension))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.nets(images)
+
+
+class ObservationEncoder(nn.Module):
+    """{key: (B, *shape)} -> (B, F): relu(VisualCore(crop(image))) for images, numbers as they are, in the order of shape_meta.
+
+    shape_meta: {'obs': {key: {shape, type: rgb | low_dim}}}; low_dim if no type is given.
+    crop_shape: (height, width) of the crops, random in training; null for whole images.
+    obs_encoder_group_norm: replaces batch normalisation by groups of 16 channels.
+    eval_fixed_crop: the central crop in evaluation. Without it the crop is random there as well, which is robomimic's way.
+    width: of the ResNet's first stage; 64 is robomimic's.
+    """
+
+    def __init__(self, shape_meta: Mapping, crop_shape: Sequence[int] | None = (76, 76), obs_encoder_group_norm: bool = False,
+                 eval_fixed_crop: bool = False, width: int = 64):
+        super().__init__()
+        self.obs_shapes = {key: tuple(entry["shape"]) for key, entry in shape_meta["obs"].items()}
+        self.obs_nets, self.obs_randomizers = nn.ModuleDict(), nn.ModuleDict()
+        for key, entry in shape_meta["obs"].items():
+            kind, shape = entry.get("type", "low_dim"), self.obs_shapes[key]
+            if kind not in ("rgb", "low_dim"):
+                raise ConfigError(f"shape_meta.obs.{key}.type is rgb or low_dim, not {kind!r}.")
+            if kind == "low_dim":
+                continue
+            if crop_shape is not None:
+                self.obs_randomizers[key] = (CropRandomizer if eval_fixed_crop else RandomCrop)(shape, *crop_shape)
+                shape = (shape[0], *crop_shape)
+            core = VisualCore(shape, width=width)
+            self.obs_nets[key] = with_group_norm(core) if obs_encoder_group_norm else core
+        self.activation = nn.ReLU()
+
+    def forward(self, obs_dict: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        features = []
+        for key, shape in self.obs_shapes.items():
+            x = obs_dict[key]
+            if x.shape[1:] != shape:
+                raise ValueError(f"observation {key!r} must have shape (batch, {', '.join(map(str, shape))}), got {tuple(x.shape)}")
+            if key in self.obs_randomizers:
+                x = self.obs_randomizers[key](x)
+            if key in self.obs_nets:
+                x = self.activation(self.obs_nets[key](x))
+            features.append(x.flatten(1))
+        return torch.cat(features, dim=-1)
+
+    def output_shape(self) -> list[int]:
+        """[F]"""
+        return [sum(self.obs_nets[key].nets[-1].out_features if key in self.obs_nets else math.prod(shape)
+                    for key, shape in self.obs_shapes.items())]

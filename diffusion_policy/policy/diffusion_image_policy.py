@@ -1,0 +1,50 @@
+"""A diffusion policy on images and numbers, whatever its network."""
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from diffusion_policy.common.errors import ConfigError
+from diffusion_policy.policy.base_image_policy import BaseImagePolicy
+from diffusion_policy.policy.diffusion_base_policy import DiffusionBasePolicy
+
+
+class DiffusionImagePolicy(DiffusionBasePolicy, BaseImagePolicy):
+    """The observation is {key: (B, T, *shape)} as shape_meta says, images in bytes or in [0, 1]; each step is encoded for itself.
+
+    The first executed action belongs to the last observation. Where the observation is in-painted, its features are targets and the
+    encoder gets no gradient: it stays as it was made, unless its weights come from elsewhere.
+    """
+
+    def __init__(self, shape_meta: Mapping, obs_encoder: nn.Module, model: nn.Module, noise_scheduler, horizon: int,
+                 n_action_steps: int, n_obs_steps: int, num_inference_steps: int | None, inpainting: bool,
+                 pred_action_steps_only: bool = False, **kwargs):
+        super().__init__(
+            model, noise_scheduler, horizon, obs_encoder.output_shape()[0], action_width(shape_meta), n_action_steps, n_obs_steps,
+            num_inference_steps, inpainting, pred_action_steps_only, action_start=n_obs_steps - 1, obs_encoder=obs_encoder, **kwargs)
+        self.obs_feature_dim = self.obs_dim
+        self.shapes = {key: tuple(entry["shape"]) for key, entry in shape_meta["obs"].items()}
+        self.rgb_keys = {key for key, entry in shape_meta["obs"].items() if entry.get("type") == "rgb"}
+
+    def obs_shapes(self) -> dict[str, tuple[int, ...]]:
+        return self.shapes
+
+    def encode(self, obs: dict[str, torch.Tensor], n_step: int) -> torch.Tensor:
+        frames = {}
+        for key in self.shapes:
+            value = obs[key][:, :n_step]
+            if value.shape[1] < n_step:
+                raise ConfigError(f"'{key}' is observed for {value.shape[1]} steps, but {n_step} are needed: in-painting needs the observations of "
+                                  "the whole horizon (task.dataset.n_obs_steps=null).")
+            if key in self.rgb_keys and value.dtype == torch.uint8:
+                value = value.float().div_(255)
+            frames[key] = self.normalizer[key].normalize(value).flatten(0, 1)
+        return self.obs_encoder(frames).unflatten(0, (-1, n_step))
+
+
+def action_width(shape_meta: Mapping) -> int:
+    """Da, from {'action': {'shape': [Da]}}."""
+    shape = shape_meta["action"]["shape"]
+    if len(shape) != 1:
+        raise ConfigError(f"shape_meta.action.shape must have one dimension, not {list(shape)}.")
+    return shape[0]
