@@ -1,4 +1,4 @@
-"""A dataset for runs that only need one."""
+"""Datasets for runs that only need one."""
 from __future__ import annotations
 
 import pathlib
@@ -17,4 +17,26 @@ def write_pusht(path: pathlib.Path, episodes: int = 6, length: int = 30, seed: i
         buffer.add_episode({"state": state.astype(np.float32), "keypoint": rng.uniform(50, 450, (length, 9, 2)).astype(np.float32),
                             "action": rng.uniform(50, 450, (length, 2)).astype(np.float32)})
     buffer.save_to_path(str(path))
+    return path
+
+
+def write_robomimic(path: pathlib.Path, lengths=(12, 15, 9), cameras=("agentview_image", "robot0_eye_in_hand_image"), size: int = 84, arms: int = 1,
+                    seed: int = 0, **storage) -> pathlib.Path:
+    """A dataset with the keys of robomimic's tasks with images, and noise in them. storage: arguments of h5py's create_dataset."""
+    import h5py
+
+    rng = np.random.default_rng(seed)
+    with h5py.File(path, "w") as file:
+        data = file.create_group("data")
+        data.attrs["env_args"] = '{"env_name": "Lift", "type": 1, "env_kwargs": {}}'
+        for i, length in enumerate(lengths):
+            demo = data.create_group(f"demo_{i}")
+            demo.attrs["num_samples"] = length
+            demo["actions"] = rng.uniform(-1, 1, (length, 7 * arms))
+            demo["obs/object"] = rng.normal(size=(length, 10))
+            for arm in range(arms):
+                for key, width in (("eef_pos", 3), ("eef_quat", 4), ("gripper_qpos", 2)):
+                    demo[f"obs/robot{arm}_{key}"] = rng.uniform(-1, 1, (length, width))
+            for camera in cameras:
+                demo.create_dataset(f"obs/{camera}", data=rng.integers(0, 256, (length, size, size, 3), dtype=np.uint8), **storage)
     return path

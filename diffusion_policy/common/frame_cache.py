@@ -1,10 +1,12 @@
 """Frames that are made once, kept in a plain .npy file beside their dataset, and mapped into memory instead of read."""
 import logging
+import math
 import os
 
 import numpy as np
 
 from diffusion_policy.common.checkpoint_io import write_atomically
+from diffusion_policy.common.memory import readable_bytes
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +25,8 @@ def cached_frames(file: str, shape: tuple, write, in_memory, check=lambda frames
         except (ValueError, OSError, EOFError):
             pass
         log.warning("%s is damaged or was made in another way: it is made again", file)
+
+    log.info("images of %s are made, once, and kept in %s", readable_bytes(math.prod(shape)), file)
 
     def content(out) -> None:
         np.lib.format.write_array_header_1_0(out, {"descr": "|u1", "fortran_order": False, "shape": shape})

@@ -3,7 +3,7 @@ import numpy as np
 import torch
 
 from diffusion_policy.common.errors import ConfigError, DataError
-from diffusion_policy.common.hdf5_reader import read_demos
+from diffusion_policy.common.hdf5_reader import Demos, read_demos
 from diffusion_policy.common.normalize_util import (
     array_to_stats,
     get_identity_normalizer_from_stat,
@@ -40,24 +40,12 @@ class RobomimicReplayLowdimDataset(WindowedDataset, BaseLowdimDataset):
             raise ConfigError(f"obs_keys are the names of at least one array, not {self.obs_keys}.")
         self.rotation_transformer = RotationTransformer("axis_angle", rotation_rep) if abs_action else None
         demos = read_demos(dataset_path, ["actions", *(f"obs/{key}" for key in self.obs_keys)])
-        for key, values in demos.arrays.items():
-            if values.ndim != 2:
-                raise DataError(f"{dataset_path}: {key} holds steps of shape {values.shape[1:]}, but a vector for each step is needed.")
-        if abs_action and demos.arrays["actions"].shape[1] not in (ARM_DIM, 2 * ARM_DIM):
-            raise DataError(f"{dataset_path}: absolute actions have {ARM_DIM} numbers an arm, these {demos.arrays['actions'].shape[1]}. "
-                            f"(abs_action is for the files named *_abs.hdf5.)")
+        check_vectors(demos, dataset_path)
         obs = np.concatenate([demos.arrays[f"obs/{key}"] for key in self.obs_keys], axis=1)
-        buffer = ReplayBuffer({"data": {"obs": obs.astype(np.float32), "action": self._actions(demos.arrays["actions"]).astype(np.float32)},
+        actions = convert_actions(demos.arrays["actions"], self.rotation_transformer, dataset_path)
+        buffer = ReplayBuffer({"data": {"obs": obs.astype(np.float32), "action": actions.astype(np.float32)},
                                "meta": {"episode_ends": demos.episode_ends}})
         super().__init__(buffer, horizon, pad_before, pad_after, seed, val_ratio, max_train_episodes)
-
-    def _actions(self, actions: np.ndarray) -> np.ndarray:
-        """(steps, 7 or 14), or (steps, Da) if not absolute -> (steps, Da)"""
-        if not self.abs_action:
-            return actions
-        arms = actions.reshape(len(actions), -1, ARM_DIM)
-        rotation = self.rotation_transformer.forward(arms[..., 3:6]).reshape(*arms.shape[:2], -1)
-        return np.concatenate([arms[..., :3], rotation, arms[..., 6:]], axis=-1).reshape(len(actions), -1)
 
     def _make_steps(self, replay_buffer):
         # The file's numbers were finite, but a float64 can be too large for a float32.
@@ -68,15 +56,37 @@ class RobomimicReplayLowdimDataset(WindowedDataset, BaseLowdimDataset):
         """See the class; mode and keyword arguments count only for 'min_max'."""
         if self.normalization == "min_max":
             return super().get_normalizer(mode, **kwargs)
-        action, obs = (array_to_stats(self.replay_buffer[key]) for key in ("action", "obs"))
         normalizer = LinearNormalizer()
-        if not self.abs_action:
-            normalizer["action"] = get_identity_normalizer_from_stat(action)
-        elif self.use_legacy_normalizer:
-            normalizer["action"] = get_max_abs_normalizer_from_stat(action)
-        elif len(action["max"]) > 2 * ARM_DIM:
-            normalizer["action"] = robomimic_abs_action_only_dual_arm_normalizer_from_stat(action)
-        else:
-            normalizer["action"] = robomimic_abs_action_only_normalizer_from_stat(action)
-        normalizer["obs"] = get_max_abs_normalizer_from_stat(obs)
+        normalizer["action"] = action_normalizer(self.replay_buffer["action"], self.abs_action, self.use_legacy_normalizer)
+        normalizer["obs"] = get_max_abs_normalizer_from_stat(array_to_stats(self.replay_buffer["obs"]))
         return normalizer
+
+
+def check_vectors(demos: Demos, path):
+    for key, values in demos.arrays.items():
+        if values.ndim != 2:
+            raise DataError(f"{path}: {key} holds steps of shape {values.shape[1:]}, but a vector for each step is needed.")
+
+
+def convert_actions(actions: np.ndarray, rotation_transformer: RotationTransformer | None, path) -> np.ndarray:
+    """Absolute actions (steps, 7 or 14) -> (steps, Da), their rotation transformed; others, without a transformer, as they are."""
+    if rotation_transformer is None:
+        return actions
+    if actions.shape[1] not in (ARM_DIM, 2 * ARM_DIM):
+        raise DataError(f"{path}: absolute actions have {ARM_DIM} numbers an arm, these {actions.shape[1]}. "
+                        f"(abs_action is for the files named *_abs.hdf5.)")
+    arms = actions.reshape(len(actions), -1, ARM_DIM)
+    rotation = rotation_transformer.forward(arms[..., 3:6]).reshape(*arms.shape[:2], -1)
+    return np.concatenate([arms[..., :3], rotation, arms[..., 6:]], axis=-1).reshape(len(actions), -1)
+
+
+def action_normalizer(actions: np.ndarray, abs_action: bool, use_legacy_normalizer: bool):
+    """Upstream's normaliser of actions (steps, Da)."""
+    stat = array_to_stats(actions)
+    if not abs_action:
+        return get_identity_normalizer_from_stat(stat)
+    if use_legacy_normalizer:
+        return get_max_abs_normalizer_from_stat(stat)
+    if actions.shape[1] > 2 * ARM_DIM:
+        return robomimic_abs_action_only_dual_arm_normalizer_from_stat(stat)
+    return robomimic_abs_action_only_normalizer_from_stat(stat)
