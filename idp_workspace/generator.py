@@ -26,8 +26,11 @@ CONDITIONING = {"obs_as_cond": "cond", "obs_as_global_cond": "global_cond", "obs
 #: Arguments of upstream's policies that configure a denoising sampler, which these objectives do not have.
 WITHOUT_MEANING = ("noise_scheduler", "num_inference_steps")
 
-#: Arguments of upstream's image policy for the network that it makes itself, with their defaults.
+#: Arguments of upstream's image policies for what they make themselves: a UNet (with its defaults), a transformer, robomimic's encoder.
 UNET = {"diffusion_step_embed_dim": 256, "down_dims": (256, 512, 1024), "kernel_size": 5, "n_groups": 8, "cond_predict_scale": True}
+TRANSFORMER = ("n_layer", "n_cond_layers", "n_head", "n_emb", "p_drop_emb", "p_drop_attn", "causal_attn", "time_as_cond")
+ENCODER = ("crop_shape", "obs_encoder_group_norm", "eval_fixed_crop", "obs_encoder_width")
+PARTS = {**dict.fromkeys(UNET, "UNet"), **dict.fromkeys(TRANSFORMER, "transformer"), **dict.fromkeys(ENCODER, "encoder")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,12 +199,12 @@ def zeros(entries: Mapping[str, Entry], lead: tuple[int, ...], *modules: nn.Modu
 
 @contextlib.contextmanager
 def evaluating(*modules: nn.Module | None) -> Iterator[None]:
-    """Inside, the modules are in evaluation mode and nothing is recorded for gradients."""
+    """Inside, the modules are in evaluation mode, nothing is recorded for gradients, and random numbers that are drawn do not count."""
     modes = [(part, part.training) for module in modules if module is not None for part in module.modules()]
     try:
         for part, _ in modes:
             part.training = False
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             yield
     finally:
         for part, mode in modes:
@@ -228,6 +231,17 @@ def probe_encoder(encoder: nn.Module, entries: Mapping[str, Entry], n_obs_steps:
                      f"or (batch, *shape) into (batch, width); {'; '.join(problems)}")
 
 
+def hybrid_networks(transformer: bool, **arguments: Any) -> tuple[nn.Module, nn.Module]:
+    """Backbone and encoder of upstream's hybrid policies, which have no other way to come by them: one is made and taken apart."""
+    # Imported here: in upstream's own tree they bring all of robomimic along.
+    if transformer:
+        from diffusion_policy.policy.diffusion_transformer_hybrid_image_policy import DiffusionTransformerHybridImagePolicy as Hybrid
+    else:
+        from diffusion_policy.policy.diffusion_unet_hybrid_image_policy import DiffusionUnetHybridImagePolicy as Hybrid
+    policy = Hybrid(noise_scheduler=None, num_inference_steps=1, **arguments)
+    return policy.model, policy.obs_encoder
+
+
 def build_generator(
     owner: str,
     *,
@@ -247,34 +261,41 @@ def build_generator(
     known_options: tuple[str, ...] = (),
     **rest: Any,
 ) -> Generator:
-    """A generator from the arguments of upstream's low-dimensional policies, plus `obs_encoder`, or of its image policy.
+    """A generator from the arguments of upstream's low-dimensional policies, plus `obs_encoder`, or of its three image policies.
 
-    With `shape_meta` the observation is a dictionary, the condition is global unless another is asked for, and without a `model` a
-    ConditionalUnet1D is made from diffusion_step_embed_dim, down_dims, kernel_size, n_groups and cond_predict_scale.
+    With `shape_meta` the observation is a dictionary, and what is not given is made as upstream makes it: without a `model`, a
+    ConditionalUnet1D from the arguments UNET; without an `obs_encoder` as well, robomimic's from the arguments ENCODER, and a
+    TransformerForDiffusion in place of the UNet if any of the arguments TRANSFORMER, or `obs_as_cond`, is there. The condition is
+    tokens for that transformer and global otherwise, unless another is asked for.
     Arguments that configure a denoising sampler are accepted, so that a config can be reused, and said once in the log.
     `oa_step_convention: false` starts the executed actions one step later, as upstream's UNet policy does.
     """
     flags = {"obs_as_cond": obs_as_cond, "obs_as_global_cond": obs_as_global_cond, "obs_as_local_cond": obs_as_local_cond}
     sizes: dict[str, Any] = {"horizon": horizon, "n_obs_steps": n_obs_steps, "n_action_steps": n_action_steps}
     builds = shape_meta is not None and model is None
+    hybrid = builds and obs_encoder is None
+    transformer = hybrid and (bool(obs_as_cond) or any(name in rest for name in TRANSFORMER))
     if shape_meta is not None:
         entries, width = read_shape_meta(shape_meta)
         if obs_dim is not None or action_dim not in (None, width):
             raise ValueError(f"shape_meta describes the observation and an action of {width} numbers, but obs_dim={obs_dim} and "
                              f"action_dim={action_dim} are given: leave both away")
         action_dim = width
-        sizes["obs_encoder"] = obs_encoder
+        if not hybrid:
+            sizes["obs_encoder"] = obs_encoder
         if all(value is None for value in flags.values()):
-            flags["obs_as_global_cond"] = True
+            flags["obs_as_cond" if transformer else "obs_as_global_cond"] = True
     else:
         entries = {"obs": Entry((obs_dim,))}
         sizes |= {"model": model, "obs_dim": obs_dim, "action_dim": action_dim}
-    unet = {name: rest.pop(name, default) for name, default in UNET.items()} if builds else {}
-    known = {*sizes, *flags, *WITHOUT_MEANING, *known_options, *UNET, "model", "obs_dim", "action_dim", "shape_meta", "obs_encoder",
+    makes = (*(TRANSFORMER if transformer else UNET), *(ENCODER if hybrid else ())) if builds else ()
+    made = {name: rest.pop(name) for name in makes if name in rest}
+    known = {*sizes, *flags, *WITHOUT_MEANING, *known_options, *PARTS, "model", "obs_dim", "action_dim", "shape_meta", "obs_encoder",
              "pred_action_steps_only", "oa_step_convention"}
     for name in rest:
-        if name in UNET:
-            raise TypeError(f"{owner} uses {name} only to make a network from shape_meta; here the network comes from `model`")
+        if name in PARTS:
+            raise TypeError(f"{owner} uses {name} only to make a network from shape_meta, upstream's {PARTS[name]}; here that is given or "
+                            "another is made")
         if name not in WITHOUT_MEANING:
             raise unknown_argument(name, known, owner)
     ignored = [name for name in WITHOUT_MEANING if rest.get(name) is not None]
@@ -293,11 +314,16 @@ def build_generator(
     if start + n_action_steps > horizon:
         raise ValueError(f"actions {start}..{start + n_action_steps - 1} are executed but the horizon is {horizon}: "
                          f"lower n_action_steps or raise horizon")
-    per_frame = False
-    if shape_meta is not None:
+    per_frame = hybrid
+    if hybrid:
+        if transformer:
+            made["pred_action_steps_only"] = pred_action_steps_only
+        model, obs_encoder = hybrid_networks(transformer, shape_meta=shape_meta, horizon=horizon, n_action_steps=n_action_steps,
+                                             n_obs_steps=n_obs_steps, **made)
+    elif shape_meta is not None:
         per_frame, features = probe_encoder(obs_encoder, entries, n_obs_steps)
         if builds:
-            model = ConditionalUnet1D(input_dim=action_dim, global_cond_dim=features * n_obs_steps, **unet)
+            model = ConditionalUnet1D(input_dim=action_dim, global_cond_dim=features * n_obs_steps, **{**UNET, **made})
     generator = Generator(
         model=model, obs_encoder=obs_encoder, conditioning=chosen[0], horizon=n_action_steps if pred_action_steps_only else horizon,
         window=horizon, start=start if pred_action_steps_only else 0, obs_dim=obs_dim, entries=entries, action_dim=action_dim,

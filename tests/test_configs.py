@@ -10,7 +10,8 @@ from diffusion_policy.common import checkpoint_io
 from diffusion_policy.scripts import eval as eval_script
 from tests.util import ROOT, load_config, write_pusht
 
-NAMES = sorted(path.stem for path in (ROOT / "config").glob("train_*.yaml"))
+UPSTREAM_IMAGE = [f"train_diffusion_{name}_workspace" for name in ("unet_hybrid", "transformer_hybrid", "unet_image")]     # in test_hybrid_policies.py
+NAMES = sorted(path.stem for path in (ROOT / "config").glob("train_*.yaml") if path.stem not in UPSTREAM_IMAGE)
 IMAGE = [name for name in NAMES if name.endswith("_image")]
 CONFIGS = [name for name in NAMES if name not in IMAGE]
 ABLATIONS = sorted(path.stem for path in (ROOT / "config/ablation").glob("*.yaml"))
@@ -172,6 +173,8 @@ def test_layers_of_the_code(repo_root):
         "diffusion_policy.model.diffusion.conditional_unet1d": {"ConditionalUnet1D"},
         "diffusion_policy.policy.base_image_policy": {"BaseImagePolicy"},
         "diffusion_policy.policy.base_lowdim_policy": {"BaseLowdimPolicy"},
+        "diffusion_policy.policy.diffusion_transformer_hybrid_image_policy": {"DiffusionTransformerHybridImagePolicy"},
+        "diffusion_policy.policy.diffusion_unet_hybrid_image_policy": {"DiffusionUnetHybridImagePolicy"},
         "diffusion_policy.workspace.base_workspace": {"BaseWorkspace"},
         "diffusion_policy.workspace.train_diffusion_unet_image_workspace": {"TrainDiffusionUnetImageWorkspace"},
         "diffusion_policy.workspace.train_diffusion_unet_lowdim_workspace": {"TrainDiffusionUnetLowdimWorkspace"},
