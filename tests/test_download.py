@@ -14,6 +14,7 @@ import zipfile
 import numpy as np
 import pytest
 
+from benchmarks.data import write_robomimic
 from diffusion_policy.common.replay_buffer import ReplayBuffer
 from diffusion_policy.scripts import download
 
@@ -28,6 +29,12 @@ class Server(http.server.BaseHTTPRequestHandler):
         body = self.files.get(self.path)
         if body is None:
             return self.send_error(404)
+        if isinstance(body, tuple):  # (address, sha256): sent on, as Hugging Face does
+            self.send_response(302)
+            self.send_header("Location", body[0])
+            self.send_header("X-Linked-Etag", f'"{body[1]}"')
+            self.send_header("Content-Length", "0")
+            return self.end_headers()
         start = re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))
         start = int(start[1]) if start and self.ranges else 0
         self.seen.append(start)
@@ -223,3 +230,90 @@ def test_as_a_command(repo_root, tmp_path):
 
 def test_the_published_facts_hold_of_the_human_data(human_pusht):
     download.verify(human_pusht, download.SOURCES["pusht"])
+
+
+# robomimic's files
+
+@pytest.fixture
+def demos(tmp_path):
+    return write_robomimic(tmp_path / "made.hdf5", size=4).read_bytes()
+
+
+def fetch_robomimic(server, tmp_path, *arguments, task="lift"):
+    url = server.url.replace("tiny.zip", "demos.hdf5")
+    return download.main(["robomimic", "--task", task, "--output", str(tmp_path / "data"), "--url", url, *arguments])
+
+
+def test_a_file_of_robomimic_s(server, demos, tmp_path, capsys):
+    server.files["/demos.hdf5"] = demos
+    assert fetch_robomimic(server, tmp_path, "--kind", "mh", "--obs", "image_abs") == 0
+    digest, out = hashlib.sha256(demos).hexdigest(), capsys.readouterr().out
+    folder = tmp_path / "data/robomimic/datasets/lift/mh"
+    assert sorted(os.listdir(folder)) == ["image_abs.hdf5", "image_abs.hdf5.sha256"] and (folder / "image_abs.hdf5").read_bytes() == demos
+    assert (folder / "image_abs.hdf5.sha256").read_text() == f"{digest}  image_abs.hdf5\n"
+    assert f"sha256 {digest}" in out and "Nobody has published a checksum" in out and "3 demonstrations, 36 steps" in out
+
+    arguments = ("--kind", "mh", "--obs", "image_abs")
+    assert fetch_robomimic(server, tmp_path, *arguments) == 0 and server.seen == [0]
+    assert "already there and complete" in capsys.readouterr().out
+    with open(folder / "image_abs.hdf5", "ab") as file:
+        file.write(b"x")
+    assert fetch_robomimic(server, tmp_path, *arguments) == 1
+    assert "another checksum than when it was fetched" in capsys.readouterr().err
+    assert fetch_robomimic(server, tmp_path, *arguments, "--force") == 0 and (folder / "image_abs.hdf5").read_bytes() == demos
+    (folder / "image_abs.hdf5.sha256").unlink()
+    assert fetch_robomimic(server, tmp_path, *arguments) == 0 and "Its checksum is not known" in capsys.readouterr().out
+
+
+def test_a_file_of_robomimic_s_resumes(server, demos, tmp_path, capsys):
+    server.files["/demos.hdf5"], server.cut_after = demos, 1000
+    folder = tmp_path / "data/robomimic/datasets/lift/ph"
+    assert fetch_robomimic(server, tmp_path) == 1
+    message = capsys.readouterr().err
+    assert "cut after 1000" in message and f"put it at {folder / 'low_dim_abs.hdf5'}" in message and os.listdir(folder) == ["low_dim_abs.hdf5.part"]
+    server.cut_after = None
+    assert fetch_robomimic(server, tmp_path) == 0
+    assert server.seen == [0, 1000] and (folder / "low_dim_abs.hdf5").read_bytes() == demos
+
+
+def test_the_checksum_that_hugging_face_names_is_compared(server, demos, tmp_path, capsys):
+    server.files["/there"] = demos
+    server.files["/demos.hdf5"] = ("/there", hashlib.sha256(demos).hexdigest())
+    assert fetch_robomimic(server, tmp_path) == 0 and "that the server says it has" in capsys.readouterr().out
+    server.files["/demos.hdf5"] = ("/there", "0" * 64)
+    assert fetch_robomimic(server, tmp_path, "--force") == 1 and "expected 0000" in capsys.readouterr().err
+    assert fetch_robomimic(server, tmp_path) == 0     # the old one is there
+    server.files["/demos.hdf5"] = ("/there", "an etag of another kind")
+    assert fetch_robomimic(server, tmp_path, "--force") == 0 and "Nobody has published" in capsys.readouterr().out
+
+
+def test_wrong_files_of_robomimic_s(server, demos, tmp_path, capsys):
+    folder = tmp_path / "data/robomimic/datasets/lift/ph"
+    for body in (b"<html>sorry</html>", b"version https://git-lfs.github.com/spec/v1\n", demos[:len(demos) // 2]):
+        server.files["/demos.hdf5"] = body
+        assert fetch_robomimic(server, tmp_path) == 1 and os.listdir(folder) == []
+        assert "not an HDF5 file or it is damaged" in capsys.readouterr().err
+    server.files["/demos.hdf5"] = demos
+    assert fetch_robomimic(server, tmp_path, "--sha256", "0" * 64) == 1 and os.listdir(folder) == []
+
+
+def test_a_full_disk_is_said_before(server, demos, tmp_path, capsys, monkeypatch):
+    server.files["/demos.hdf5"] = demos
+    monkeypatch.setattr(download.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    assert fetch_robomimic(server, tmp_path) == 1
+    assert "where 0.0 GB are free" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--task", "lift", "--kind", "scripted"], "invalid choice: 'scripted'"), (["--task", "tool_hang", "--kind", "mh"], "only demonstrations of kind ph"),
+    (["--task", "pour"], "invalid choice: 'pour'"), (["--task", "lift", "--obs", "image", "--source", "robomimic"], "low_dim alone"),
+    ([], "--task")])
+def test_what_robomimic_does_not_have(arguments, words, capsys):
+    with pytest.raises(SystemExit):
+        download.main(["robomimic", *arguments])
+    assert words in capsys.readouterr().err
+
+
+def test_where_robomimic_s_files_are():
+    assert download.robomimic_url("can", "mh", "image_abs", "mip").endswith("/ChaoyiPan/mip-dataset/resolve/main/robomimic/can/mh/image_abs.hdf5")
+    assert download.robomimic_url("can", "ph", "low_dim", "robomimic").endswith("/amandlek/robomimic/resolve/main/v1.5/can/ph/low_dim_v15.hdf5")

@@ -83,7 +83,7 @@ class Hdf5Process:
 
         path = os.path.abspath(os.path.expanduser(path))
         if not os.path.exists(path):
-            raise DataNotFoundError(f"There is no dataset at {path}.")
+            raise DataNotFoundError(f"There is no dataset at {path}. Get one of robomimic's with `python -m diffusion_policy.scripts.download robomimic`.")
         if not os.path.isfile(path):
             raise DataError(f"{path} is not a file, so it is not an HDF5 dataset.")
         frames = {key: list(shape) for key, shape in (frames or {}).items()}

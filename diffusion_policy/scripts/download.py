@@ -1,11 +1,15 @@
-"""Get a public dataset: `python -m diffusion_policy.scripts.download pusht [--output data]`.
+"""Get a public dataset.
 
-The archive is fetched into `<output>/<name>.zip.part`, where a later call resumes, unpacked beside its final place, checked, and
-only then moved there.
+    python -m diffusion_policy.scripts.download pusht [--output data]
+    python -m diffusion_policy.scripts.download robomimic --task lift --kind ph --obs low_dim_abs
+
+An archive is fetched into `<output>/<name>.zip.part`, where a later call resumes, unpacked beside its final place, checked, and
+only then moved there. A file of robomimic's goes to `<output>/robomimic/datasets/<task>/<kind>/<obs>.hdf5` in the same way.
 """
 import argparse
 import hashlib
 import http.client
+import re
 import shutil
 import stat
 import sys
@@ -18,7 +22,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from diffusion_policy.common.checkpoint_io import write_atomically
 from diffusion_policy.common.errors import DataError, UserError
+from diffusion_policy.common.hdf5_reader import read_demos
 from diffusion_policy.common.replay_buffer import ReplayBuffer
 from diffusion_policy.dataset.pusht_dataset import DATA_URL
 
@@ -46,26 +52,94 @@ SOURCES = {
 }
 
 
+TASKS, KINDS, OBS = ("lift", "can", "square", "transport", "tool_hang"), ("ph", "mh"), ("low_dim", "low_dim_abs", "image", "image_abs")
+HUB = "https://huggingface.co/datasets"
+
+
 def main(argv=None) -> int:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--output", type=Path, default=Path("data"), help="folder to put it in (default: data)")
+    common.add_argument("--url", help="another address of the same file, such as a mirror")
+    common.add_argument("--sha256", help="refuse a file with another checksum")
+    common.add_argument("--force", action="store_true", help="replace the dataset if it is already there")
     parser = argparse.ArgumentParser(description="Download a public dataset.")
-    parser.add_argument("dataset", choices=sorted(SOURCES))
-    parser.add_argument("--output", type=Path, default=Path("data"), help="folder to put it in (default: data)")
-    parser.add_argument("--url", help="another address of the same archive, such as a mirror")
-    parser.add_argument("--sha256", help="refuse an archive with another checksum")
-    parser.add_argument("--force", action="store_true", help="replace the dataset if it is already there")
+    datasets = parser.add_subparsers(dest="dataset", required=True, metavar=f"{{{','.join([*sorted(SOURCES), 'robomimic'])}}}")
+    for name in sorted(SOURCES):
+        datasets.add_parser(name, parents=[common])
+    robomimic = datasets.add_parser("robomimic", parents=[common])
+    robomimic.add_argument("--task", required=True, choices=TASKS)
+    robomimic.add_argument("--kind", default="ph", choices=KINDS, help="demonstrations of one skilled person, or of six (default: ph)")
+    robomimic.add_argument("--obs", default="low_dim_abs", choices=OBS,
+                           help="without or with pictures; abs: actions are poses, as config/task/ has them (default: low_dim_abs)")
+    robomimic.add_argument("--source", default="mip", choices=("mip", "robomimic"),
+                           help="who publishes it: MIP, all of them, or robomimic, only low_dim (default: mip)")
     args = parser.parse_args(argv)
-    source = SOURCES[args.dataset]
-    url = args.url or source.url
+    if args.dataset == "robomimic":
+        if (args.task, args.kind) == ("tool_hang", "mh"):
+            robomimic.error("tool_hang has only demonstrations of kind ph")
+        if args.source == "robomimic" and args.obs != "low_dim":
+            robomimic.error("robomimic publishes low_dim alone; the others come from --source mip")
+        url = args.url or robomimic_url(args.task, args.kind, args.obs, args.source)
+        place = args.output / "robomimic/datasets" / args.task / args.kind / f"{args.obs}.hdf5"
+        other_way = f"put it at {place}"
+    else:
+        url = args.url or SOURCES[args.dataset].url
+        other_way = f"unpack it into {args.output}"
     try:
-        install(source, url, args.output, args.dataset, args.sha256 or source.sha256, args.force)
+        if args.dataset == "robomimic":
+            install_file(url, place, args.sha256, args.force)
+        else:
+            source = SOURCES[args.dataset]
+            install(source, url, args.output, args.dataset, args.sha256 or source.sha256, args.force)
     except urllib.error.HTTPError as error:
         return _fail(f"{url} answers {error.code} {error.reason}. Is the address right? Another one can be given with --url.")
     except (urllib.error.URLError, TimeoutError, ConnectionError, http.client.HTTPException) as error:
         return _fail(f"{url} cannot be reached ({getattr(error, 'reason', error)}). Is there a network? What has arrived is kept: "
-                     f"the same command resumes. Or fetch the file in another way and unpack it into {args.output}.")
+                     f"the same command resumes. Or fetch the file in another way and {other_way}.")
     except (UserError, OSError) as error:
         return _fail(str(error))
     return 0
+
+
+def robomimic_url(task: str, kind: str, obs: str, source: str) -> str:
+    if source == "robomimic":
+        return f"{HUB}/amandlek/robomimic/resolve/main/v1.5/{task}/{kind}/low_dim_v15.hdf5"
+    return f"{HUB}/ChaoyiPan/mip-dataset/resolve/main/robomimic/{task}/{kind}/{obs}.hdf5"
+
+
+def install_file(url: str, target: Path, sha256: str | None, force: bool):
+    """Fetch and check a file of demonstrations; its checksum is kept beside it in <target>.sha256, as `sha256sum -c` reads it."""
+    record = target.with_name(f"{target.name}.sha256")
+    if target.exists() and not force:
+        if not record.exists():
+            print(f"{target} is already there, {contents(target)}. Its checksum is not known; --force fetches it again.")
+        elif sum_of(target) != record.read_text().split()[0]:
+            raise DataError(f"{target} has another checksum than when it was fetched, it is damaged or was changed. --force fetches it again.")
+        else:
+            print(f"{target} is already there and complete, {contents(target)}; --force fetches it again.")
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f"{target.name}.part")
+    published = fetch(url, part)
+    try:
+        actual = check_sum(part, sha256 or published)
+        found = contents(part)
+    except DataError:
+        part.unlink()  # resuming a file with wrong content would never make it right
+        raise
+    if sha256 or published:
+        print(f"It is the one {'that was asked for' if sha256 else 'that the server says it has'}.")
+    else:
+        print(f"Nobody has published a checksum to compare it with; this one is recorded in {record.name}.")
+    part.replace(target)
+    write_atomically(record, lambda file: file.write(f"{actual}  {target.name}\n".encode()))
+    print(f"{target}: {found}.")
+
+
+def contents(path: Path) -> str:
+    """What is in a file of demonstrations; DataError if it is none."""
+    demos = read_demos(path, ["actions"])
+    return f"{len(demos.episode_ends)} demonstrations, {demos.episode_ends[-1]} steps"
 
 
 def install(source: Source, url: str, output: Path, name: str, sha256: str | None, force: bool):
@@ -97,21 +171,35 @@ def install(source: Source, url: str, output: Path, name: str, sha256: str | Non
     print(f"{output / source.zarr}: {source.episodes} episodes, {source.steps} steps.")
 
 
-def fetch(url: str, part: Path):
-    """Download `url` to `part`, from where an earlier attempt ended if the server can do that."""
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Notes the sha256 of the file that Hugging Face names when it sends a client on to where the file is."""
+    sha256 = None
+
+    def redirect_request(self, req, fp, code, msg, headers, newurl):
+        named = headers.get("X-Linked-Etag", "").strip('"')
+        self.sha256 = named if re.fullmatch("[0-9a-f]{64}", named) else self.sha256
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def fetch(url: str, part: Path) -> str | None:
+    """Download `url` to `part`, from where an earlier attempt ended if the server can do that. -> its sha256, if the server says so."""
     done = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={done}-"} if done else {})
+    redirects = _Redirects()
     try:
-        response = urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS)
+        response = urllib.request.build_opener(redirects).open(request, timeout=TIMEOUT_SECONDS)
     except urllib.error.HTTPError as error:
         if error.code == 416:  # no bytes after `done`: it has arrived in whole, which the checks that follow confirm
-            return
+            return redirects.sha256
         raise
     with response:
         if response.status != 206:  # the server sends all of it again
             done = 0
         length = response.headers.get("Content-Length")
         total = None if length is None else done + int(length)
+        free = shutil.disk_usage(part.parent).free
+        if total is not None and total - done > free:
+            raise OSError(f"The download needs {(total - done) / 1e9:.1f} GB in {part.parent}, where {free / 1e9:.1f} GB are free.")
         with open(part, "ab" if done else "wb") as file, tqdm(
                 total=total, initial=done, unit="B", unit_scale=True, desc=part.name, disable=None) as progress:
             while block := response.read(BLOCK_BYTES):
@@ -120,15 +208,21 @@ def fetch(url: str, part: Path):
     size = part.stat().st_size
     if total is not None and size != total:
         raise ConnectionError(f"the connection was cut after {size} of {total} bytes")
+    return redirects.sha256
 
 
-def check_sum(path: Path, expected: str | None):
-    """Print the file's sha256, and raise if it is not the expected one."""
+def sum_of(path: Path) -> str:
     with open(path, "rb") as file:
-        actual = hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_sum(path: Path, expected: str | None) -> str:
+    """Print the file's sha256, and raise if it is not the expected one."""
+    actual = sum_of(path)
     print(f"sha256 {actual}")
     if expected is not None and actual != expected.lower():
-        raise DataError(f"The archive's sha256 is {actual}, expected {expected}. It was removed; nothing was unpacked.")
+        raise DataError(f"The file's sha256 is {actual}, expected {expected}. It was removed; nothing was installed.")
+    return actual
 
 
 def unzip(archive: Path, folder: Path):
