@@ -11,6 +11,7 @@ PY := $(VENV)/bin/python
 CONFIG ?= train_idp_mlp_lowdim
 PRESET ?= cpu
 ARGS ?=
+RENDERER := { [ "$$(id -u)" = 0 ] && apt-get install -y -q libosmesa6 >/dev/null 2>&1 || { apt-get update -q && apt-get install -y -q libosmesa6; } >/dev/null 2>&1; }
 
 .PHONY: setup train test bench fuzz faults soak clean
 setup: $(VENV)/.installed
@@ -22,7 +23,11 @@ $(VENV)/.installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	# Without what they name beside these: a second OpenCV, torchvision and drivers of input devices, none of which is used here.
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps robosuite==1.5.1 robomimic==0.3.0
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(PYTHON) -c 'from ctypes.util import find_library as f; raise SystemExit(not (f("OSMesa") or f("EGL")))' || $(RENDERER) || \
+	    echo "Pictures of robosuite's tasks need a renderer; on Debian and Ubuntu: apt-get install libosmesa6 (or libegl1 with a GPU)"
 	@touch $@
 
 train: setup

@@ -12,5 +12,5 @@ configs = {
 setup(
     packages=[*find_namespace_packages(include=["diffusion_policy", "diffusion_policy.*", "idp_workspace", "idp_workspace.*"]), *configs],
     package_dir=configs,
-    package_data={name: ["*.yaml"] for name in configs},
+    package_data={**{name: ["*.yaml"] for name in configs}, "diffusion_policy.env.robomimic": ["starts/*.npz"]},
 )

@@ -36,3 +36,14 @@ def human_pusht() -> pathlib.Path:
     if not path.is_dir():
         pytest.skip("the human PushT demonstrations are not beside this checkout")
     return path
+
+
+@pytest.fixture(scope="session")
+def scripted_lift(tmp_path_factory) -> pathlib.Path:
+    """Folder of three demonstrations of Lift made here: low_dim.hdf5, low_dim_abs.hdf5."""
+    pytest.importorskip("robosuite")
+    from diffusion_policy.scripts.generate_robomimic_demos import generate
+
+    folder = tmp_path_factory.mktemp("lift")
+    generate("lift", 3, folder, seed=10)
+    return folder

@@ -96,7 +96,6 @@ def _goals(episode) -> np.ndarray:
     from scipy.spatial.transform import Rotation
 
     states, actions = episode
-    _delta.reset(seed=0)
     out = actions.astype(np.float64)
     for t, (state, action) in enumerate(zip(states, actions.reshape(len(actions), -1, ARM_DIM))):
         _delta.reset_to({"states": state})
@@ -114,8 +113,7 @@ def _replay(job) -> tuple[bool, bool]:
 
 
 def _solves(env, state, actions) -> bool:
-    env.reset(seed=0)
-    env.reset_to({"states": state})
+    env.start_at({"states": state})
     for action in [*actions, *[actions[-1]] * SETTLE]:
         env.step(action)
         if env.is_success()["task"]:

@@ -12,7 +12,7 @@ class RobomimicWrapper(gym.Env):
     """A task of robomimic as a gymnasium environment; reward 1 while the task is solved, else 0.
 
     Args:
-        env: a RobosuiteTask, or robomimic's EnvRobosuite.
+        env: a RobosuiteTask.
         init_state: (n,) flat state of the simulator in which every episode starts.
         render_hw, render_camera_name: of the pictures for videos.
         terminate_on_success: end the episode when the task is solved. Its score, the largest reward, is known then.
@@ -40,11 +40,8 @@ class RobomimicWrapper(gym.Env):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self._seed = seed if seed is not None else self._seed
-        # Also before a given state: it ends what the last episode left in the controllers and grippers, which the state does not hold.
-        raw = self.env.reset(seed=self._seed)
         state = (options or {}).get("state", self.init_state)
-        if state is not None:
-            raw = self.env.reset_to({"states": state})
+        raw = self.env.reset(seed=self._seed) if state is None else self.env.start_at({"states": state})
         return self.get_observation(raw), {}
 
     def step(self, action):

@@ -1,8 +1,9 @@
 """robosuite's tasks as robomimic's datasets describe them (`env_args`), without robomimic.
 
 The interface (reset, reset_to, step, get_observation, render, is_success, get_state) and what it returns are those of robomimic's
-EnvRobosuite, so the wrappers take either. What differs: pictures are rendered only when they are asked for, and the fixed things of a
-scene, such as the size of Lift's cube, which robosuite draws anew for every environment, are the same in all of them.
+EnvRobosuite. What differs: `step` returns the observation of the moment after it; pictures are rendered only when they are asked for; the
+fixed things of a scene, such as the size of Lift's cube, which robosuite draws anew for every environment, are the same in all of them;
+and `start_at` begins an episode in a given state.
 """
 from __future__ import annotations
 
@@ -84,6 +85,10 @@ class RobosuiteTask:
         with seeded(SCENE_SEED):
             self.env = self._make(robosuite, kwargs, render_offscreen)
         self.abs_action = abs_action
+        # What robosuite's step returns was measured up to some milliseconds before its end, the more the more observations were asked for
+        # in between, while demonstrations hold those of the recorded states. So they are measured only when asked for, and then.
+        update = self.env._update_observables
+        self.env._update_observables = lambda force=False: update(force=True) if force else None
 
     def _controllers(self, kwargs, abs_action):
         """Controller settings in robosuite 1.5's form, one dict for all robots."""
@@ -139,25 +144,37 @@ class RobosuiteTask:
         self.env.sim.forward()
         return self.get_observation()
 
+    def start_at(self, state: dict) -> dict:
+        """Begin an episode in a state, as `reset` would have begun it there -> its observation.
+
+        Beyond `reset_to`: an arm's controller draws its redundant joint to the posture it had after the last reset, which a state does
+        not hold. Without it, replayed demonstrations drift apart, and one in ten of Lift fails.
+        """
+        self.reset(seed=0)      # ends what the last episode left in the grippers; the seed keeps numpy's own random numbers as they are
+        observation = self.reset_to(state)
+        for controller in self.controllers():
+            controller.update_initial_joints(self.env.sim.data.qpos[controller.qpos_index])
+        return observation
+
     def step(self, action):
         """action (Da,) -> observation, reward 1 or 0, False, info"""
         action = np.asarray(action, dtype=np.float64)
         if action.shape != (self.action_dimension,):
             raise ConfigError(f"{self.name} takes actions of {self.action_dimension} numbers, got {action.shape}.")
-        raw, reward, _, info = self.env.step(action)
-        return self._named(raw), reward, False, info
+        _, reward, _, info = self.env.step(action)
+        return self.get_observation(), reward, False, info
 
     def get_observation(self) -> dict:
-        """{name: array}: 'object', and everything of the robots."""
-        return self._named(self.env._get_observations(force_update=True))
-
-    def _named(self, raw: dict) -> dict:
+        """{name: array} at this moment: 'object', and everything of the robots."""
+        raw = self.env._get_observations(force_update=True)
         robots = tuple(robot.robot_model.naming_prefix for robot in self.env.robots)
         obs = {key: np.array(value) for key, value in raw.items() if key.startswith(robots) and not key.endswith("proprio-state")}
         return {"object": np.array(raw["object-state"]), **obs}
 
     def render(self, mode="rgb_array", height=84, width=84, camera_name="agentview") -> np.ndarray:
         """(height, width, 3) uint8"""
+        # robosuite draws into whichever context is current: with several environments in a process, that of the one built last.
+        self.env.sim._render_context_offscreen.gl_ctx.make_current()
         return self.env.sim.render(height=height, width=width, camera_name=camera_name)[::-1]
 
     def get_state(self) -> dict:
