@@ -19,7 +19,7 @@ BENCHMARKS = {
     "geometry": "the conditional geometry: share of a training step, memory (18 GB of memory unless --quick)",
     "step": "a training step of IDP and of Naive Drifting beside MIP's",
     "methods": "a training step of every method beside regression's",
-    "data": "fetching a batch: share of a training step, gain over sample by sample",
+    "data": "fetching a batch: share of a training step, gain over sample by sample, memory of images",
     "inference": "predict_action beside its bare network, Diffusion Policy beside IDP",
     "env": "steps of the PushT environment beside gym-pusht's",
 }

@@ -1,20 +1,29 @@
-"""Fetching a batch: its share of a training step, and the gain over collecting it sample by sample."""
+"""Fetching a batch: its share of a training step, and the gain over collecting it sample by sample; memory of a dataset of images."""
 import contextlib
 import itertools
+import json
 import os
+import pathlib
+import subprocess
+import sys
 import tempfile
 
+import hydra
 import numpy as np
+from omegaconf import DictConfig
 from torch.utils.data import default_collate
 
-from benchmarks.common import TrainingStep, interleaved, ratio, row
+from benchmarks.common import TrainingStep, interleaved, make_policy, ratio, row
+from benchmarks.data import write_robomimic
+from benchmarks.soak import measure
 from diffusion_policy.common.batch_stream import BatchStream
-from diffusion_policy.common.config_util import project_path
+from diffusion_policy.common.config_util import config_dir, project_path, register_resolvers
 from diffusion_policy.common.replay_buffer import ReplayBuffer
 from diffusion_policy.dataset.pusht_dataset import PushTStateDataset
 
 DEMOS = "data/demos/pusht_policy_rollouts.zarr"
 EPISODES, LENGTH = 200, 125
+IMAGE_LENGTH = 100      # steps of an episode with images
 
 
 @contextlib.contextmanager
@@ -74,10 +83,76 @@ def _share(dataset, batch: int, rounds: int, source: str) -> dict:
                "<= 2", f"fetch {1e3 * times['pass'].median / count:.3f} ms, step {times['step'].median:.2f} s; {source}")
 
 
+def image_config(path: str) -> DictConfig:
+    """A small run on images of two cameras."""
+    register_resolvers()
+    with hydra.initialize_config_dir(str(config_dir()), version_base=None):
+        return hydra.compose("train_idp_transformer_image", ["task=lift_ph_image", "preset=cpu", f"task.dataset_path={path}"])
+
+
+def print_memory(path: str):
+    """In a process of its own: what opening a dataset of images and a pass over it add to this process's memory."""
+    cfg = image_config(path)
+    hydra.utils.get_class(cfg.task.dataset._target_)    # imported before the first look
+    before = measure(os.getpid())
+    dataset = hydra.utils.instantiate(cfg.task.dataset, max_train_episodes=None)
+    opened = measure(os.getpid())
+    stream = BatchStream(dataset, cfg.dataloader.batch_size)
+    looks = [measure(os.getpid()) for _ in itertools.islice(stream.batches(), stream.batches_per_pass)]
+    most = max(look["rss"] for look in looks)
+    print(json.dumps({"images": len(dataset.frames) * dataset.frames.bytes, "opened": opened["rss"] - before["rss"], "most": most - before["rss"]}))
+
+
+def _image_memory(sizes: list[int]) -> dict:
+    """Growth of memory / growth of the images, from the smallest to the largest dataset."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for steps in sizes:
+            path = write_robomimic(pathlib.Path(folder) / f"{steps}.hdf5", lengths=[IMAGE_LENGTH] * (steps // IMAGE_LENGTH))
+            code = f"from benchmarks.bench_data import print_memory; print_memory({str(path)!r})"
+            # Buffers of this size and more are returned when they are freed, so that what is left is held.
+            done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, cwd=pathlib.Path(__file__).parents[1],
+                                  env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"})
+            found.append(json.loads(done.stdout.splitlines()[-1]))
+    megabytes = lambda key: " / ".join(f"{entry[key] / 1e6:.0f}" for entry in found)
+    growth = (found[-1]["most"] - found[0]["most"]) / (found[-1]["images"] - found[0]["images"])
+    return row("memory of an image dataset, growth for each byte of images", 100 * growth, "%", "<= 5",
+               f"{' / '.join(map(str, sizes))} steps with {megabytes('images')} MB of images take {megabytes('opened')} MB once opened, and at most "
+               f"{megabytes('most')} MB during a pass")
+
+
+def _image_share(steps: int, rounds: int, workers: int = 2) -> dict:
+    """Waiting for a batch / training step, with worker processes that make batches meanwhile."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_robomimic(pathlib.Path(folder) / "image_abs.hdf5", lengths=[IMAGE_LENGTH] * (steps // IMAGE_LENGTH))
+        cfg = image_config(str(path))
+        dataset = hydra.utils.instantiate(cfg.task.dataset)
+        policy = make_policy(cfg.policy, dataset.get_normalizer()).train()
+        optimizer = hydra.utils.instantiate(cfg.optimizer, params=policy.parameters(), _convert_="all")
+        batches = BatchStream(dataset, cfg.dataloader.batch_size, drop_last=True, num_workers=workers).batches()
+        alone = BatchStream(dataset, cfg.dataloader.batch_size, drop_last=True).batches()
+        held = {}
+
+        def fetch():
+            held["batch"] = next(batches)
+
+        def step():
+            policy.compute_loss(held["batch"]).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        times = interleaved("data, images", {"fetch": fetch, "step": step, "alone": lambda: next(alone)}, rounds, warmup=2)
+    return row(f"waiting for a batch of images, share of the IDP step, {workers} workers", 100 * ratio(times["fetch"], times["step"]), "%", "<= 5",
+               f"preset=cpu, two cameras, batch {cfg.dataloader.batch_size}: wait {1e3 * times['fetch'].median:.2f} ms, step "
+               f"{times['step'].median:.2f} s; without workers the fetch takes {1e3 * times['alone'].median:.2f} ms; {steps} random steps")
+
+
 def run(quick: bool = False) -> list[dict]:
     with demonstrations() as (path, source):
         dataset = PushTStateDataset(path, horizon=16, pad_before=1, pad_after=7)
     return [
         _share(dataset, batch=64 if quick else 256, rounds=1 if quick else 3, source=source),
         _gain(dataset, batch=256, rounds=5 if quick else 11, source=source),
+        _image_memory([500, 1000, 2000] if quick else [1000, 4000, 16000]),
+        _image_share(steps=1000, rounds=3 if quick else 11),
     ]

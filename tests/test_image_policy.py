@@ -339,12 +339,12 @@ def test_frames_of_a_rollout_are_drawn_from_its_states():
 def test_only_episodes_in_use_are_drawn_and_other_states_are_drawn_anew(tmp_path):
     path = write_pusht(tmp_path / "pusht.zarr", episodes=4, length=20)
     dataset = PushTImageDataset(path, **WINDOW, max_train_episodes=1, val_ratio=0.25)
-    assert len(dataset.steps["image"]) == 40 and len(list(tmp_path.glob("*.npy"))) == 1
+    assert len(dataset.frames) == 40 and len(list(tmp_path.glob("*.npy"))) == 1
     whole = PushTImageDataset(path, **WINDOW)
     assert len(list(tmp_path.glob("*.npy"))) == 2
     for part in (dataset, dataset.get_validation_dataset()):
         rows = part.index_table[2]
-        assert torch.equal(part.get_batch([2])["obs"]["image"][0], whole.steps["image"][rows].movedim(-1, -3))
+        assert torch.equal(part.get_batch([2])["obs"]["image"][0], whole.frames.take(rows).view(-1, 96, 96, 3).movedim(-1, -3))
 
 
 def test_without_a_place_to_write_the_images_stay_in_memory(tmp_path, monkeypatch, caplog):
@@ -354,4 +354,4 @@ def test_without_a_place_to_write_the_images_stay_in_memory(tmp_path, monkeypatc
     monkeypatch.setattr("diffusion_policy.common.frame_cache.write_atomically", refuse)
     with caplog.at_level(logging.WARNING):
         dataset = PushTImageDataset(write_pusht(tmp_path / "pusht.zarr", episodes=1, length=20), **WINDOW)
-    assert len(dataset.steps["image"]) == 20 and "kept in memory" in caplog.text and not list(tmp_path.glob("*.npy"))
+    assert len(dataset.frames) == 20 and "kept in memory" in caplog.text and not list(tmp_path.glob("*.npy"))

@@ -58,7 +58,7 @@ def test_image_sample_is_upstreams(zarr_path):
     dataset = PushTImageDataset(zarr_path, **WINDOW)
     raw, sample = make_buffer(), dataset[5]
     rows = dataset.index_table[5]
-    assert dataset.steps["image"].dtype == torch.uint8
+    assert dataset.frames.rows.dtype == torch.uint8
     assert sample["obs"]["image"].dtype == torch.float32 and sample["obs"]["image"].is_contiguous()
     np.testing.assert_array_equal(sample["obs"]["image"], np.moveaxis(raw["img"][rows], -1, 1) / np.float32(255))
     np.testing.assert_array_equal(sample["obs"]["agent_pos"], raw["state"][rows, :2])

@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import Dataset
 
 from diffusion_policy.common.errors import ConfigError, DataError
+from diffusion_policy.common.frame_cache import FileFrames, MemoryFrames
 from diffusion_policy.common.normalize_util import get_image_range_normalizer
 from diffusion_policy.common.pytorch_util import dict_apply
 from diffusion_policy.common.replay_buffer import ReplayBuffer
@@ -126,24 +127,21 @@ class ImageWindowedDataset(WindowedDataset, BaseImageDataset):
     A batch from `get_batch` holds pictures as bytes, a quarter of the floats, for the policy to convert on its device; single samples
     hold floats in [0, 1], as upstream's do. n_obs_steps: observe only the first steps of a window, all that a policy looks at.
 
-    A subclass gives, beside `steps`, in which all but 'action' are numbers that are observed if `lowdim_keys` names them:
-    frames (M, bytes) uint8, the pictures of a step side by side; frame_shapes {key: (H, W, 3)} in that order; and frame_of (steps,),
-    the row of `frames` that shows a step.
+    A subclass names the `steps` that are observed in `lowdim_keys` and the pictures of a step in `frame_shapes`, {key: (H, W, 3)}, and
+    sets `frames`, which hold them side by side, and `frame_of`, (steps,), the row of `frames` that shows a step.
     """
 
     n_obs_steps: int | None = None
     lowdim_keys: list
-    frames: torch.Tensor
     frame_shapes: dict
+    frames: MemoryFrames | FileFrames
     frame_of: torch.Tensor
 
     def get_batch(self, indices) -> dict:
         """indices: (B,) integers -> obs: pictures (B, To, 3, H, W) uint8, numbers (B, To, D); action (B, T, Da)."""
         rows = self.index_table[torch.as_tensor(indices, dtype=torch.long)]  # (B, T)
         seen = rows[:, :self.n_obs_steps]
-        # Whole rows of bytes: many times faster than indexing an array of more dimensions.
-        frames = self.frames.index_select(0, self.frame_of[seen].flatten())
-        parts = frames.split([math.prod(shape) for shape in self.frame_shapes.values()], dim=1)
+        parts = self.frames.take(self.frame_of[seen].flatten()).split([math.prod(shape) for shape in self.frame_shapes.values()], dim=1)
         obs = {key: part.view(*seen.shape, *shape).movedim(-1, -3).contiguous() for (key, shape), part in zip(self.frame_shapes.items(), parts)}
         return {"obs": {**obs, **{key: self.steps[key][seen] for key in self.lowdim_keys}}, "action": self.steps["action"][rows]}
 

@@ -7,7 +7,7 @@ import torch
 from tqdm import tqdm
 
 from diffusion_policy.common.errors import DataError
-from diffusion_policy.common.frame_cache import cached_frames
+from diffusion_policy.common.frame_cache import FileFrames, MemoryFrames, cached_frames
 from diffusion_policy.common.replay_buffer import ReplayBuffer, read_array
 from diffusion_policy.dataset.base_dataset import ImageWindowedDataset, check_steps
 from diffusion_policy.dataset.pusht_dataset import ACTION_DIM, STATE_DIM, require_pusht
@@ -36,14 +36,12 @@ class PushTImageDataset(ImageWindowedDataset):
                 raise DataError(f"{path} has no images: an array 'img' of ({SIZE}, {SIZE}, 3) pixels a step is needed, it has "
                                 f"{stored['img'].shape[1:]}.")
             # Published as float32: as bytes, which hold the same whole numbers, they take 0.7 GB instead of 2.8.
-            frames = read_array(stored["img"], "uint8")
-            self.frame_of = torch.arange(len(frames))       # row of the frames that shows a step
+            self.frames = MemoryFrames(read_array(stored["img"], "uint8"))
+            self.frame_of = torch.arange(len(self.frames))
         else:
             used = np.repeat(self.train_mask | self.val_mask, self.replay_buffer.episode_lengths)
-            frames = drawn_frames(path, self.replay_buffer["state"][used])
+            self.frames = drawn_frames(path, self.replay_buffer["state"][used])
             self.frame_of = torch.from_numpy(np.cumsum(used) - 1)
-        self.steps["image"] = torch.from_numpy(frames)
-        self.frames = self.steps["image"].flatten(1)
 
     def _make_steps(self, replay_buffer):
         check_steps(replay_buffer, {"state": (STATE_DIM,), "action": (ACTION_DIM,)})
@@ -51,7 +49,7 @@ class PushTImageDataset(ImageWindowedDataset):
                 "action": torch.from_numpy(replay_buffer["action"]).float()}
 
 
-def drawn_frames(path: str, states: np.ndarray) -> np.ndarray:
+def drawn_frames(path: str, states: np.ndarray) -> FileFrames | MemoryFrames:
     """Frames (N, 96, 96, 3) uint8 of states (N, 5), as the image environment shows them; read from a file if they were drawn before.
 
     The file is <path>.img96-<checksum of the states>.npy, so other states never find it. Its first and last frame are drawn again and

@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm
 
 from diffusion_policy.common.errors import ConfigError, DataError
-from diffusion_policy.common.frame_cache import cached_frames
+from diffusion_policy.common.frame_cache import FileFrames, MemoryFrames, cached_frames
 from diffusion_policy.common.hdf5_reader import read_demos
 from diffusion_policy.common.normalize_util import (
     array_to_stats,
@@ -61,9 +61,7 @@ class RobomimicReplayImageDataset(ImageWindowedDataset):
                             f"shape_meta.action.shape is {list(action_shape)}.")
         buffer = ReplayBuffer({"data": data, "meta": {"episode_ends": demos.episode_ends}})
         super().__init__(buffer, horizon, pad_before, pad_after, seed, val_ratio, max_train_episodes)
-        frames = stored_frames(dataset_path, self.frame_shapes, buffer.n_steps)
-        self.frames_file = getattr(frames, "filename", None)
-        self.frames = torch.from_numpy(frames)
+        self.frames = stored_frames(dataset_path, self.frame_shapes, buffer.n_steps)
         self.frame_of = torch.arange(buffer.n_steps)
 
     def _make_steps(self, replay_buffer):
@@ -83,18 +81,6 @@ class RobomimicReplayImageDataset(ImageWindowedDataset):
             normalizer[key] = get_image_range_normalizer()
         return normalizer
 
-    def __getstate__(self) -> dict:
-        """For a process that is not forked: the name of a mapped file instead of its content."""
-        state = dict(self.__dict__)
-        if self.frames_file is not None:
-            del state["frames"]
-        return state
-
-    def __setstate__(self, state: dict):
-        self.__dict__.update(state)
-        if self.frames_file is not None:
-            self.frames = torch.from_numpy(np.load(self.frames_file, mmap_mode="c"))
-
 
 def read_shape_meta(shape_meta: Mapping) -> tuple[dict, dict, tuple]:
     """-> images {key: (H, W, 3)}, numbers {key: (D,)}, shape of an action (Da,)"""
@@ -113,8 +99,8 @@ def read_shape_meta(shape_meta: Mapping) -> tuple[dict, dict, tuple]:
     return images, numbers, tuple(shape_meta["action"]["shape"])
 
 
-def stored_frames(path: str, shapes: dict, steps: int) -> np.ndarray:
-    """Images {key: (H, W, 3)} of every step of a dataset, side by side: (steps, bytes) uint8, mapped into memory.
+def stored_frames(path: str, shapes: dict, steps: int) -> FileFrames | MemoryFrames:
+    """Images {key: (H, W, 3)} of every step of a dataset, side by side.
 
     They are read once into <path>.images-<checksum>.npy, with the checksum of the dataset's size and time of change and of `shapes`, so that
     neither a changed dataset nor other images find that file. See `cached_frames`.
