@@ -100,6 +100,7 @@ def _goals(episode) -> np.ndarray:
     for t, (state, action) in enumerate(zip(states, actions.reshape(len(actions), -1, ARM_DIM))):
         _delta.reset_to({"states": state})
         for arm, (robot, controller) in enumerate(zip(_delta.env.robots, _delta.controllers())):
+            controller.update(force=True)       # it may think that it knows where the arm is
             robot.control(action[arm], policy_step=True)
             goal = out[t, arm * ARM_DIM:]
             goal[:3], goal[3:6] = controller.goal_pos, Rotation.from_matrix(controller.goal_ori).as_rotvec()

@@ -132,7 +132,7 @@ class RobosuiteTask:
         """A new start, the same for the same seed -> its observation."""
         with seeded(seed):
             self.env.reset()
-        return self.get_observation()   # not what reset returned: it has zeros where the hand's pose relative to an object belongs
+        return self.get_observation()   # not what reset returned: it has zeros where poses relative to the hand belong
 
     def reset_to(self, state: dict) -> dict:
         """state: {'states': (n,) flat state of the simulator} -> its observation."""
@@ -151,10 +151,10 @@ class RobosuiteTask:
         not hold. Without it, replayed demonstrations drift apart, and one in ten of Lift fails.
         """
         self.reset(seed=0)      # ends what the last episode left in the grippers; the seed keeps numpy's own random numbers as they are
-        observation = self.reset_to(state)
+        self.reset_to(state)
         for controller in self.controllers():
             controller.update_initial_joints(self.env.sim.data.qpos[controller.qpos_index])
-        return observation
+        return self.get_observation()   # a second time: see there
 
     def step(self, action):
         """action (Da,) -> observation, reward 1 or 0, False, info"""
@@ -165,7 +165,11 @@ class RobosuiteTask:
         return self.get_observation(), reward, False, info
 
     def get_observation(self) -> dict:
-        """{name: array} at this moment: 'object', and everything of the robots."""
+        """{name: array} at this moment: 'object', and everything of the robots.
+
+        In 'object' of Can, Square, Tool-Hang and Transport, poses relative to the hand are as old as the last observation: robosuite computes
+        them first, from what it measured then. robomimic's files for 1.5 hold them so, with one observation a step, and so do episodes here.
+        """
         raw = self.env._get_observations(force_update=True)
         robots = tuple(robot.robot_model.naming_prefix for robot in self.env.robots)
         obs = {key: np.array(value) for key, value in raw.items() if key.startswith(robots) and not key.endswith("proprio-state")}
@@ -173,8 +177,7 @@ class RobosuiteTask:
 
     def render(self, mode="rgb_array", height=84, width=84, camera_name="agentview") -> np.ndarray:
         """(height, width, 3) uint8"""
-        # robosuite draws into whichever context is current: with several environments in a process, that of the one built last.
-        self.env.sim._render_context_offscreen.gl_ctx.make_current()
+        self._use_own_context()
         return self.env.sim.render(height=height, width=width, camera_name=camera_name)[::-1]
 
     def get_state(self) -> dict:
@@ -202,7 +205,15 @@ class RobosuiteTask:
         """The arms' controllers, in the order of the actions."""
         return [robot.composite_controller.part_controllers["right"] for robot in self.env.robots]
 
+    def _use_own_context(self):
+        """robosuite draws into, and frees, whichever context of OpenGL is current; another environment of this process may have the last word."""
+        context = self.env.sim._render_context_offscreen
+        if context is not None:
+            context.gl_ctx.make_current()
+
     def close(self):
+        if getattr(self.env, "sim", None) is not None:
+            self._use_own_context()
         self.env.close()
 
 
