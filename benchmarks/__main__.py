@@ -22,6 +22,7 @@ BENCHMARKS = {
     "data": "fetching a batch: share of a training step, gain over sample by sample, memory of images",
     "inference": "predict_action beside its bare network, Diffusion Policy beside IDP",
     "env": "steps of the PushT environment beside gym-pusht's",
+    "robomimic": "evaluations on robomimic's tasks: steps per second by task and workers",
 }
 
 

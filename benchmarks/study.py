@@ -29,6 +29,7 @@ from tqdm import tqdm
 from diffusion_policy.common import checkpoint_io
 from diffusion_policy.common.checkpoint_io import versions, write_atomically
 from diffusion_policy.common.config_util import get_class, register_resolvers
+from diffusion_policy.common.pytorch_util import dict_apply
 from diffusion_policy.workspace.base_workspace import BaseWorkspace
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -84,7 +85,7 @@ def measure(study: dict[str, Any], entry: dict[str, Any], calls: int = 30) -> No
         batch = workspace.stream.batch(0)
         step = milliseconds(lambda: workspace.optimise(itertools.repeat(batch)))
     policy = workspace.policy.eval()
-    obs = {"obs": batch["obs"][:1]}
+    obs = dict_apply(batch["obs"] if isinstance(batch["obs"], dict) else {"obs": batch["obs"]}, lambda value: value[:1])
     times = {"step_ms": step, "inference_ms": milliseconds(lambda: policy.predict_action(obs))}
     write_atomically(folder / "times.json", lambda file: file.write(json.dumps(times).encode()))
 
