@@ -197,7 +197,7 @@ def test_numpy_s_own_random_numbers_are_left_alone(lift):
 
 
 # ---------------------------------------------------------------------- experts, demonstrations, absolute actions
-@pytest.mark.parametrize("task, episodes", [("lift", 4), ("can", 2)])
+@pytest.mark.parametrize("task, episodes", [("lift", 4), ("can", 2), ("square", 1)])
 def test_experts_succeed(task, episodes):
     env = RobosuiteTask(env_args(task))
     for seed in range(500, 500 + episodes):

@@ -1,4 +1,4 @@
-"""Demonstrations of Lift and Can by scripted experts, in robomimic's hdf5 layout.
+"""Demonstrations of Lift, Can and Square by scripted experts, in robomimic's hdf5 layout.
 
     python -m diffusion_policy.scripts.generate_robomimic_demos --task lift --episodes 200
     python -m diffusion_policy.scripts.generate_robomimic_demos --task lift --episodes 100 --obs image

@@ -1,4 +1,4 @@
-"""Experts that solve Lift and Can from the observation alone, to make demonstrations where human ones cannot be had.
+"""Experts that solve Lift, Can and Square from the observation alone, to make demonstrations where human ones cannot be had.
 
 An expert is a small state machine: in every stage the hand is drawn to a point above, at or away from the object, and the stage ends when
 it is there. Heights, offsets and speed are drawn anew for each episode, so that demonstrations differ as those of people do.
@@ -128,7 +128,92 @@ class CanExpert(ScriptedExpert):
         return np.array([*self.place, 1.1]), OPEN, False
 
 
-EXPERTS = {"lift": LiftExpert, "can": CanExpert}
+class SquareExpert(ScriptedExpert):
+    """Above the nut's handle, turned across it, down, grasp, up, over the peg with the hole's sides along the peg's, down, open, away."""
+
+    stages = ("above", "down", "grasp", "up", "over", "lower", "release", "away")
+    PEG = np.array([0.23, 0.1])         # fixed in the scene
+    HANDLE = 0.054                      # from the middle of the nut to that of its handle
+
+    def __init__(self, rng):
+        super().__init__(rng)
+        self.offset = rng.normal(0.0, 0.002, size=2)
+        self.carry = rng.uniform(1.06, 1.10)
+        self.side = None                # the nut's direction on the peg, a multiple of a right angle
+
+    def nut(self, obs):
+        """Middle of the nut (3,), and the direction of its handle, an angle."""
+        x, y, z, w = obs["object"][10:14]
+        return obs["object"][7:10], np.arctan2(2 * (x * y + w * z), 1 - 2 * (y * y + z * z))
+
+    def handle(self, obs):
+        middle, angle = self.nut(obs)
+        return middle + [*(self.HANDLE * np.array([np.cos(angle), np.sin(angle)]) + self.offset), -0.004]
+
+    def hand_angle(self, obs):
+        """Direction of the hand's side that must lie along the handle: its x axis, across which the fingers close."""
+        x, y, z, w = obs["robot0_eef_quat"]
+        return np.arctan2(2 * (x * y + w * z), 1 - 2 * (y * y + z * z))
+
+    def across(self, obs):
+        """Angle by which the hand is off the handle; of the two ways round, the one that leaves the wrist's last joint room to turn on."""
+        return (self.nut(obs)[1] + 0.2) % np.pi - 0.2 - self.hand_angle(obs)
+
+    def turn(self, obs):
+        if self.stage <= 2:
+            error = self.across(obs)
+        elif self.stage <= 5:
+            error = whole_turn(self.direction(obs) - self.nut(obs)[1])
+        else:
+            error = 0.0
+        return np.array([0.0, 0.0, np.clip(error / TURN, -0.8, 0.8)])
+
+    def direction(self, obs):
+        if self.side is None:
+            self.side = np.pi / 2 * np.round(self.nut(obs)[1] / (np.pi / 2))
+        return self.side
+
+    def above(self, obs, hand):
+        target = self.handle(obs) + [0, 0, self.hover + 0.02]
+        aligned = abs(self.across(obs)) < 0.08
+        return target, OPEN, aligned and np.linalg.norm((target - hand)[:2]) < 0.01
+
+    def down(self, obs, hand):
+        target = self.handle(obs)
+        return target, OPEN, abs(target - hand)[2] < 0.008
+
+    def grasp(self, obs, hand):
+        return self.handle(obs), CLOSE, self.waited >= 12
+
+    def up(self, obs, hand):
+        return np.array([hand[0], hand[1], self.carry]), CLOSE, hand[2] > self.carry - 0.03
+
+    def over_peg(self, obs, hand, height):
+        """Where the hand must be for the nut's middle to be over the peg."""
+        middle, _ = self.nut(obs)
+        return np.array([*(hand[:2] + self.PEG - middle[:2]), height])
+
+    def over(self, obs, hand):
+        target = self.over_peg(obs, hand, self.carry)
+        aligned = abs(whole_turn(self.direction(obs) - self.nut(obs)[1])) < 0.05
+        return target, CLOSE, aligned and np.linalg.norm((target - hand)[:2]) < 0.006
+
+    def lower(self, obs, hand):
+        return self.over_peg(obs, hand, 0.80), CLOSE, self.nut(obs)[0][2] < 0.86
+
+    def release(self, obs, hand):
+        return hand.copy(), OPEN, self.waited >= 4
+
+    def away(self, obs, hand):
+        return np.array([hand[0], hand[1], 1.1]), OPEN, False
+
+
+def whole_turn(angle):
+    """The same direction, in [-pi, pi)."""
+    return (angle + np.pi) % (2 * np.pi) - np.pi
+
+
+EXPERTS = {"lift": LiftExpert, "can": CanExpert, "square": SquareExpert}
 
 
 def make_expert(task: str, rng: np.random.Generator) -> ScriptedExpert:
