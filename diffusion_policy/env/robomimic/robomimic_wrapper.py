@@ -29,23 +29,18 @@ class RobomimicWrapper(gym.Env):
         self.render_hw = tuple(render_hw)
         self.render_camera_name = render_camera_name
         self.terminate_on_success = terminate_on_success
-        self._seed = None
-        self.action_space = spaces.Box(-np.inf if getattr(env, "abs_action", False) else -1.0, np.inf if getattr(env, "abs_action", False) else 1.0,
-                                       (env.action_dimension,), np.float64)
-
-    @property
-    def control_hz(self):
-        return getattr(self.env, "control_hz", 20)
+        limit = np.inf if env.abs_action else 1.0
+        self.action_space = spaces.Box(-limit, limit, (env.action_dimension,), np.float64)
+        self.control_hz = env.control_hz
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self._seed = seed if seed is not None else self._seed
         state = (options or {}).get("state", self.init_state)
-        raw = self.env.reset(seed=self._seed) if state is None else self.env.start_at({"states": state})
+        raw = self.env.reset(seed=seed) if state is None else self.env.start_at({"states": state})
         return self.get_observation(raw), {}
 
     def step(self, action):
-        raw, reward, _, info = self.env.step(action)
+        raw, _, _, info = self.env.step(action)
         # Not the reward: robosuite scales it by reward_scale, and a shaped one is more than success.
         success = self.env.is_success()["task"]
         return self.get_observation(raw), float(success), bool(success and self.terminate_on_success), False, info
@@ -63,5 +58,4 @@ class RobomimicWrapper(gym.Env):
         return self.env.render(mode="rgb_array", height=height, width=width, camera_name=self.render_camera_name)
 
     def close(self):
-        if hasattr(self.env, "close"):
-            self.env.close()
+        self.env.close()
