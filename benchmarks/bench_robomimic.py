@@ -91,7 +91,7 @@ def skipping(rounds: int) -> float:
 
 
 def run(quick: bool = False) -> list[dict]:
-    steps, rounds = (24, 1) if quick else (160, 3)
+    steps, rounds = (24, 1) if quick else (80, 3)
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
