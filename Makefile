@@ -26,8 +26,8 @@ $(VENV)/.installed: requirements.txt pyproject.toml setup.py
 	# Without what they name beside these: a second OpenCV, torchvision and drivers of input devices, none of which is used here.
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps robosuite==1.5.1 robomimic==0.3.0
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-	@$(PYTHON) -c 'from ctypes.util import find_library as f; raise SystemExit(not (f("OSMesa") or f("EGL")))' || $(RENDERER) || \
-	    echo "Pictures of robosuite's tasks need a renderer; on Debian and Ubuntu: apt-get install libosmesa6 (or libegl1 with a GPU)"
+	@$(PYTHON) -c 'from ctypes.util import find_library; raise SystemExit(not find_library("OSMesa"))' || $(RENDERER) || \
+	    echo "To render robosuite's tasks without a GPU, on Debian and Ubuntu: apt-get install libosmesa6"
 	@touch $@
 
 train: setup
