@@ -24,7 +24,7 @@ from diffusion_policy.policy.diffusion_unet_hybrid_image_policy import Diffusion
 from diffusion_policy.policy.diffusion_unet_image_policy import DiffusionUnetImagePolicy
 from diffusion_policy.scripts import eval as eval_script
 from idp_workspace import policy as policies
-from tests.util import load_config, write_pusht
+from tests.util import load_config, train_here, write_pusht
 
 B, T, TO, TA, DA = 3, 8, 2, 4, 2
 META = {"obs": {"pos": {"shape": [2]}, "image": {"shape": [3, 40, 40], "type": "rgb"}}, "action": {"shape": [DA]}}
@@ -407,9 +407,7 @@ def data(tmp_path_factory):
 
 
 def run(name, output, data, *overrides):
-    cfg = load_config(name, *SHORT, f"task.dataset.zarr_path={data}", *overrides)
-    workspace = hydra.utils.get_class(cfg._target_)(cfg, output_dir=str(output))
-    return workspace, workspace.run()
+    return train_here(output, name, *SHORT, f"task.dataset.zarr_path={data}", *overrides)
 
 
 def saved_policy(summary):

@@ -22,7 +22,7 @@ from idp_workspace.policy import distilled
 from idp_workspace.policy.mean_flow import block_features, blocks, dispersion
 from idp_workspace.policy.ofp import moved_up
 from idp_workspace.teacher import TeacherError
-from tests.util import ROOT, load_config, unit_normalizer, write_pusht
+from tests.util import ROOT, load_config, train_here, unit_normalizer, write_pusht
 
 H, D, DO, TO, TA = 16, 3, 5, 2, 8
 SIZES = dict(horizon=H, obs_dim=DO, action_dim=D, n_obs_steps=TO, n_action_steps=TA)
@@ -557,10 +557,7 @@ def zarr(tmp_path_factory):
 
 
 def train(name, run, zarr, *overrides):
-    """A run in this process; (workspace, summary)."""
-    cfg = load_config(name, *SHORT, f"task.dataset.zarr_path={zarr}", *overrides)
-    workspace = hydra.utils.get_class(cfg._target_)(cfg, output_dir=str(run))
-    return workspace, workspace.run()
+    return train_here(run, name, *SHORT, f"task.dataset.zarr_path={zarr}", *overrides)
 
 
 def command(name, run, zarr, *overrides):

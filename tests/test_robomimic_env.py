@@ -16,6 +16,7 @@ import torch
 
 pytest.importorskip("robosuite")
 
+from diffusion_policy.common.arm_actions import encode_rotations
 from diffusion_policy.common.errors import ConfigError, DataError
 from diffusion_policy.common.hdf5_reader import read_demos
 from diffusion_policy.env.robomimic.robomimic_image_wrapper import RobomimicImageWrapper
@@ -297,7 +298,7 @@ class Replays:
         demos = read_demos(path, ["actions"])
         episodes = np.split(demos.arrays["actions"], demos.episode_ends[:-1])
         rotations = RotationTransformer("axis_angle", "rotation_6d")
-        self.episodes = [np.concatenate([a[:, :3], rotations.forward(a[:, 3:6]), a[:, 6:]], axis=1) for a in episodes]
+        self.episodes = [encode_rotations(actions, rotations) for actions in episodes]
         self.order, self.batch, self.t, self.inputs = order, 0, 0, []
 
     def reset(self):

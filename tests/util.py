@@ -1,6 +1,7 @@
 """Small pieces that several tests need."""
 import pathlib
 
+import hydra
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
@@ -10,7 +11,7 @@ from benchmarks.faults import equal
 from diffusion_policy.common.config_util import register_resolvers
 from diffusion_policy.model.common.normalizer import LinearNormalizer
 
-__all__ = ["ROOT", "equal", "load_config", "unit_normalizer", "write_pusht"]
+__all__ = ["ROOT", "equal", "load_config", "train_here", "unit_normalizer", "write_pusht"]
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 register_resolvers()
 
@@ -20,6 +21,13 @@ def load_config(name: str, *overrides: str) -> DictConfig:
         cfg = compose(name, overrides=list(overrides))
     OmegaConf.resolve(cfg)
     return cfg
+
+
+def train_here(output, name: str, *overrides: str) -> tuple:
+    """A run in this process -> (workspace, summary)."""
+    cfg = load_config(name, *overrides)
+    workspace = hydra.utils.get_class(cfg._target_)(cfg, output_dir=str(output))
+    return workspace, workspace.run()
 
 
 def unit_normalizer(obs_dim: int, action_dim: int) -> LinearNormalizer:

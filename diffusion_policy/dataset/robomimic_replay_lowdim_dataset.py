@@ -2,6 +2,7 @@
 import numpy as np
 import torch
 
+from diffusion_policy.common.arm_actions import ARM_DIM, encode_rotations
 from diffusion_policy.common.errors import ConfigError, DataError
 from diffusion_policy.common.hdf5_reader import Demos, read_demos
 from diffusion_policy.common.normalize_util import (
@@ -15,8 +16,6 @@ from diffusion_policy.common.replay_buffer import ReplayBuffer
 from diffusion_policy.dataset.base_dataset import BaseLowdimDataset, WindowedDataset, check_steps
 from diffusion_policy.model.common.normalizer import LinearNormalizer
 from diffusion_policy.model.common.rotation_transformer import RotationTransformer
-
-ARM_DIM = 7  # position 3, axis times angle 3, gripper 1
 
 
 class RobomimicReplayLowdimDataset(WindowedDataset, BaseLowdimDataset):
@@ -75,9 +74,7 @@ def convert_actions(actions: np.ndarray, rotation_transformer: RotationTransform
     if actions.shape[1] not in (ARM_DIM, 2 * ARM_DIM):
         raise DataError(f"{path}: absolute actions have {ARM_DIM} numbers an arm, these {actions.shape[1]}. "
                         f"(abs_action is for the files named *_abs.hdf5.)")
-    arms = actions.reshape(len(actions), -1, ARM_DIM)
-    rotation = rotation_transformer.forward(arms[..., 3:6]).reshape(*arms.shape[:2], -1)
-    return np.concatenate([arms[..., :3], rotation, arms[..., 6:]], axis=-1).reshape(len(actions), -1)
+    return encode_rotations(actions, rotation_transformer)
 
 
 def action_normalizer(actions: np.ndarray, abs_action: bool, use_legacy_normalizer: bool):

@@ -5,6 +5,7 @@ import os
 
 import numpy as np
 
+from diffusion_policy.common.arm_actions import ARM_DIM, decode_rotations
 from diffusion_policy.common.errors import ConfigError, DataError
 from diffusion_policy.common.hdf5_reader import read_demos
 from diffusion_policy.env.robomimic.robosuite_task import RobosuiteTask, check_env_args, import_robosuite
@@ -12,7 +13,7 @@ from diffusion_policy.env.robomimic.starts import recorded_start
 from diffusion_policy.env_runner.rollout import RolloutRunner
 from diffusion_policy.model.common.rotation_transformer import RotationTransformer
 
-ARM_DIM, ROTATION_6D_DIM = 7, 10    # numbers of an arm's action: position 3, rotation 3 or 6, gripper 1
+ROTATION_6D_DIM = 10    # numbers of an arm's action with rotation_6d
 
 
 class RobomimicRunner(RolloutRunner):
@@ -62,11 +63,7 @@ class RobomimicRunner(RolloutRunner):
         if action.shape[-1] != each * self.n_arms:
             raise ConfigError(f"the policy's actions have {action.shape[-1]} numbers; {self.env_name} takes {each} for each of {self.n_arms} arm(s) "
                               f"with abs_action={self.rotation_transformer is not None}.")
-        if self.rotation_transformer is None:
-            return action
-        arms = action.reshape(*action.shape[:-1], self.n_arms, each)
-        rotation = self.rotation_transformer.inverse(arms[..., 3:9])
-        return np.concatenate([arms[..., :3], rotation, arms[..., 9:]], axis=-1).reshape(*action.shape[:-1], -1)
+        return action if self.rotation_transformer is None else decode_rotations(action, self.rotation_transformer, self.n_arms)
 
 
 def make_env(env_args, abs_action, render_offscreen, wrapper, wrapper_kwargs):

@@ -21,11 +21,11 @@ import shutil
 import numpy as np
 from tqdm import tqdm
 
+from diffusion_policy.common.arm_actions import ARM_DIM
 from diffusion_policy.common.errors import DataError, UserError
 from diffusion_policy.common.hdf5_reader import read_demos
 from diffusion_policy.env.robomimic.robosuite_task import RobosuiteTask
 
-ARM_DIM = 7         # position or its change 3, rotation or its change 3, gripper 1
 SETTLE = 10         # steps that a replay may go on after the last action: a cube that is being lifted needs a few
 
 

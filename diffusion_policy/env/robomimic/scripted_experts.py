@@ -33,9 +33,17 @@ TASKS = {"lift": ("Lift", {}), "can": ("PickPlaceCan", {}), "square": ("NutAssem
 
 
 class ScriptedExpert:
-    """`act(obs)` -> (7,) action in [-1, 1]: change of the hand's position and rotation, and the gripper."""
+    """`act(obs)` -> (7,) action in [-1, 1]: change of the hand's position and rotation, and the gripper.
+
+    A stage is a method (obs, the hand's position) -> (point to go to, gripper, whether the stage is over). Those of picking something up are here.
+    """
 
     stages: tuple = ()
+    clearance = 0.0     # of the point above the object, beyond the height that is drawn
+    beside = 0.012      # how far from straight above it the hand may be when it goes down,
+    aside = 0.01        # and from the grasp's height when it closes
+    squeeze = 5         # steps until the gripper holds
+    below = 0.03        # the height to carry it at counts as reached this far below
 
     def __init__(self, rng: np.random.Generator):
         self.rng = rng
@@ -44,6 +52,7 @@ class ScriptedExpert:
         self.hover = rng.uniform(0.06, 0.10)
         self.offset = rng.normal(0.0, 0.004, size=2)       # where on the object it grasps
         self.noise = 0.03
+        self.carry = 1.0
 
     def act(self, obs: dict) -> np.ndarray:
         hand = obs["robot0_eef_pos"]
@@ -61,34 +70,43 @@ class ScriptedExpert:
         """(3,) rotation of the hand; none where the start's, straight down, is right."""
         return np.zeros(3)
 
+    def turned(self, obs) -> bool:
+        """Whether the hand is turned as it must be to grasp."""
+        return True
+
+    def grip(self, obs) -> np.ndarray:
+        """(3,) where to grasp."""
+        raise NotImplementedError
+
+    def above(self, obs, hand):
+        target = self.grip(obs) + [0, 0, self.hover + self.clearance]
+        return target, OPEN, self.turned(obs) and np.linalg.norm((target - hand)[:2]) < self.beside
+
+    def down(self, obs, hand):
+        target = self.grip(obs)
+        return target, OPEN, abs(target - hand)[2] < self.aside
+
+    def grasp(self, obs, hand):
+        return self.grip(obs), CLOSE, self.waited >= self.squeeze
+
+    def up(self, obs, hand):
+        return np.array([hand[0], hand[1], self.carry]), CLOSE, hand[2] > self.carry - self.below
+
 
 class LiftExpert(ScriptedExpert):
     """Above the cube, down, grasp, up."""
 
     stages = ("above", "down", "grasp", "up")
 
-    def cube(self, obs):
+    def grip(self, obs):
         return obs["object"][:3] + [*self.offset, 0.0]
-
-    def above(self, obs, hand):
-        target = self.cube(obs) + [0, 0, self.hover]
-        return target, OPEN, np.linalg.norm((target - hand)[:2]) < 0.012
-
-    def down(self, obs, hand):
-        target = self.cube(obs)
-        return target, OPEN, abs(target - hand)[2] < 0.01
-
-    def grasp(self, obs, hand):
-        return self.cube(obs), CLOSE, self.waited >= 5
-
-    def up(self, obs, hand):
-        return np.array([hand[0], hand[1], 1.0]), CLOSE, False
 
 
 class CanExpert(ScriptedExpert):
     """Above the can, down, grasp, up, over to its box, down, open, away."""
 
     stages = ("above", "down", "grasp", "up", "over", "lower", "release", "away")
+    clearance, squeeze, below = 0.05, 6, 0.06
     BOX = np.array([0.1975, 0.4025])      # where the can belongs: its compartment of the second bin, fixed in the scene
 
     def __init__(self, rng):
@@ -96,22 +114,8 @@ class CanExpert(ScriptedExpert):
         self.place = self.BOX + rng.uniform(-0.02, 0.02, size=2)
         self.carry = rng.uniform(1.08, 1.14)
 
-    def can(self, obs):
+    def grip(self, obs):
         return obs["object"][7:10] + [*self.offset, 0.01]     # after the hand's pose relative to it
-
-    def above(self, obs, hand):
-        target = self.can(obs) + [0, 0, self.hover + 0.05]
-        return target, OPEN, np.linalg.norm((target - hand)[:2]) < 0.012
-
-    def down(self, obs, hand):
-        target = self.can(obs)
-        return target, OPEN, abs(target - hand)[2] < 0.01
-
-    def grasp(self, obs, hand):
-        return self.can(obs), CLOSE, self.waited >= 6
-
-    def up(self, obs, hand):
-        return np.array([hand[0], hand[1], self.carry]), CLOSE, hand[2] > self.carry - 0.06
 
     def over(self, obs, hand):
         target = np.array([*self.place, self.carry])
@@ -132,6 +136,7 @@ class SquareExpert(ScriptedExpert):
     """Above the nut's handle, turned across it, down, grasp, up, over the peg with the hole's sides along the peg's, down, open, away."""
 
     stages = ("above", "down", "grasp", "up", "over", "lower", "release", "away")
+    clearance, beside, aside, squeeze = 0.02, 0.01, 0.008, 12
     PEG = np.array([0.23, 0.1])         # fixed in the scene
     HANDLE = 0.054                      # from the middle of the nut to that of its handle
 
@@ -143,21 +148,18 @@ class SquareExpert(ScriptedExpert):
 
     def nut(self, obs):
         """Middle of the nut (3,), and the direction of its handle, an angle."""
-        x, y, z, w = obs["object"][10:14]
-        return obs["object"][7:10], np.arctan2(2 * (x * y + w * z), 1 - 2 * (y * y + z * z))
+        return obs["object"][7:10], heading(obs["object"][10:14])
 
-    def handle(self, obs):
+    def grip(self, obs):
         middle, angle = self.nut(obs)
         return middle + [*(self.HANDLE * np.array([np.cos(angle), np.sin(angle)]) + self.offset), -0.004]
 
-    def hand_angle(self, obs):
-        """Direction of the hand's side that must lie along the handle: its x axis, across which the fingers close."""
-        x, y, z, w = obs["robot0_eef_quat"]
-        return np.arctan2(2 * (x * y + w * z), 1 - 2 * (y * y + z * z))
-
     def across(self, obs):
         """Angle by which the hand is off the handle; of the two ways round, the one that leaves the wrist's last joint room to turn on."""
-        return (self.nut(obs)[1] + 0.2) % np.pi - 0.2 - self.hand_angle(obs)
+        return (self.nut(obs)[1] + 0.2) % np.pi - 0.2 - heading(obs["robot0_eef_quat"])
+
+    def turned(self, obs):
+        return abs(self.across(obs)) < 0.08
 
     def turn(self, obs):
         if self.stage <= 2:
@@ -172,21 +174,6 @@ class SquareExpert(ScriptedExpert):
         if self.side is None:
             self.side = np.pi / 2 * np.round(self.nut(obs)[1] / (np.pi / 2))
         return self.side
-
-    def above(self, obs, hand):
-        target = self.handle(obs) + [0, 0, self.hover + 0.02]
-        aligned = abs(self.across(obs)) < 0.08
-        return target, OPEN, aligned and np.linalg.norm((target - hand)[:2]) < 0.01
-
-    def down(self, obs, hand):
-        target = self.handle(obs)
-        return target, OPEN, abs(target - hand)[2] < 0.008
-
-    def grasp(self, obs, hand):
-        return self.handle(obs), CLOSE, self.waited >= 12
-
-    def up(self, obs, hand):
-        return np.array([hand[0], hand[1], self.carry]), CLOSE, hand[2] > self.carry - 0.03
 
     def over_peg(self, obs, hand, height):
         """Where the hand must be for the nut's middle to be over the peg."""
@@ -206,6 +193,12 @@ class SquareExpert(ScriptedExpert):
 
     def away(self, obs, hand):
         return np.array([hand[0], hand[1], 1.1]), OPEN, False
+
+
+def heading(quaternion):
+    """Angle about the vertical of a body's x axis; quaternion (4,): x, y, z, w."""
+    x, y, z, w = quaternion
+    return np.arctan2(2 * (x * y + w * z), 1 - 2 * (y * y + z * z))
 
 
 def whole_turn(angle):
