@@ -331,7 +331,6 @@ def _env_args(data, path: str) -> dict | None:
 def _dataset(demo, key: str, where: str, extents: list):
     """The dataset demo[key], once nothing is odd about it; its places in the file are added to `extents`."""
     import h5py
-    import numpy as np
 
     *groups, name = key.split("/")
     for group in groups:
