@@ -24,7 +24,7 @@ from diffusion_policy.common.errors import CheckpointError, StorageError
 from diffusion_policy.common.safe_config import checked_config
 
 FORMAT = 1
-PACKAGES = ("torch", "numpy", "gymnasium", "pymunk", "diffusers", "zarr", "hydra-core", "mujoco", "robosuite")
+PACKAGES = ("torch", "numpy", "gymnasium", "pymunk", "diffusers", "zarr", "hydra-core", "mujoco", "robosuite", "metaworld", "gymnasium-robotics", "fpsample")
 TEMPORARY = ".{name}.{pid}.tmp"
 
 

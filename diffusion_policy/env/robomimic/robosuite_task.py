@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes.util
-import glob
 import importlib.metadata
 import json
 import logging
@@ -19,6 +17,7 @@ import os
 import numpy as np
 
 from diffusion_policy.common.errors import ConfigError, DataError
+from diffusion_policy.gym_util.mujoco_point_cloud import choose_renderer, no_renderer
 
 ROBOSUITE = "1.5"       # the series whose controllers, observations and states are known to be read rightly
 INSTALL = "Install the simulators with: pip install -e .[robomimic]"
@@ -36,8 +35,7 @@ def import_robosuite():
     if version.rpartition(".")[0] != ROBOSUITE:
         raise ConfigError(f"This task needs robosuite {ROBOSUITE}, and {version} is installed; observations and controllers of other versions "
                           f"differ. {INSTALL}")
-    if not os.environ.get("MUJOCO_GL"):
-        os.environ["MUJOCO_GL"] = default_renderer()
+    choose_renderer()
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)     # advice about optional parts, a dozen lines in every process
     try:
@@ -48,14 +46,6 @@ def import_robosuite():
         logging.disable(level)
     robosuite.ROBOSUITE_DEFAULT_LOGGER.setLevel(logging.ERROR)
     return robosuite
-
-
-def default_renderer() -> str:
-    """MUJOCO_GL where the user has not set it: EGL on a machine with a GPU, else OSMesa if it is there."""
-    if os.uname().sysname == "Darwin":
-        return "cgl"
-    has_gpu = glob.glob("/dev/nvidia[0-9]*") or glob.glob("/dev/dri/render*")
-    return "osmesa" if not has_gpu and ctypes.util.find_library("OSMesa") else "egl"
 
 
 class RobosuiteTask:
@@ -122,10 +112,7 @@ class RobosuiteTask:
         except Exception as error:      # each way in which OpenGL can be missing has its own
             if not render_offscreen:
                 raise
-            raise ConfigError(
-                f"Pictures of {self.name} cannot be rendered with MUJOCO_GL={os.environ.get('MUJOCO_GL')}: {type(error).__name__}: {error}. "
-                "Without a GPU: apt-get install libosmesa6, and set MUJOCO_GL=osmesa; with one: apt-get install libegl1, and MUJOCO_GL=egl."
-            ) from error
+            raise no_renderer(f"Pictures of {self.name}", error) from error
 
     # ------------------------------------------------------------------ robomimic's interface
     def reset(self, seed=None) -> dict:

@@ -1,0 +1,131 @@
+"""Point clouds and pictures of a MuJoCo simulation, without a display."""
+from __future__ import annotations
+
+import ctypes.util
+import glob
+import importlib
+import os
+import sys
+
+import numpy as np
+
+from diffusion_policy.common.errors import ConfigError
+from diffusion_policy.common.point_cloud import View, farthest_points, points_in_view
+
+
+def default_renderer() -> str:
+    """MUJOCO_GL where the user has not set it: EGL on a machine with a GPU, else OSMesa if it is there."""
+    if os.uname().sysname == "Darwin":
+        return "cgl"
+    has_gpu = glob.glob("/dev/nvidia[0-9]*") or glob.glob("/dev/dri/render*")
+    return "osmesa" if not has_gpu and ctypes.util.find_library("OSMesa") else "egl"
+
+
+def choose_renderer() -> None:
+    """The user's MUJOCO_GL, or what fits this machine."""
+    if os.environ.get("MUJOCO_GL"):
+        return
+    os.environ["MUJOCO_GL"] = default_renderer()
+    if "mujoco.gl_context" in sys.modules:      # it looks at MUJOCO_GL when it is imported, and somebody has imported it
+        importlib.reload(sys.modules["mujoco.gl_context"])
+
+
+def no_renderer(what: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{what} cannot be rendered with MUJOCO_GL={os.environ.get('MUJOCO_GL')}: {type(error).__name__}: {error}. "
+        "Without a GPU: apt-get install libosmesa6, and set MUJOCO_GL=osmesa; with one: apt-get install libegl1, and MUJOCO_GL=egl.")
+
+
+HIDDEN = 5      # a group of geometries that MuJoCo does not draw
+
+
+class PointCloudGenerator:
+    """Looks at a simulation through one of its cameras.
+
+    With OSMesa, depth is wrong without notice while a second renderer lives in the process: whoever looks closes the last one's. That
+    costs a tenth of a second for each change, so several environments belong into several processes.
+
+    Args:
+        model, data: MuJoCo's.
+        camera: its name.
+        size: height and width of the picture in pixels.
+    """
+
+    _renderer_of = None     # the one of this process that has a renderer
+
+    def __init__(self, model, data, camera: str, size: int):
+        import mujoco
+
+        self.model, self.data, self.camera, self.size = model, data, camera, size
+        self.camera_id = mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_CAMERA, camera)
+        self.fovy = float(model.cam_fovy[self.camera_id])
+        self._groups = model.geom_group.copy()
+        # Software renderers take ten times as long for pictures with shadows and smoothed edges; depth has neither.
+        model.vis.quality.offsamples = 0
+        self._renderer = None
+
+    def depth(self) -> np.ndarray:
+        """(H, W) float32, metres along the camera's axis."""
+        renderer = self._own_renderer()
+        renderer.enable_depth_rendering()
+        return self._draw(renderer)
+
+    def picture(self) -> np.ndarray:
+        """(H, W, 3) uint8"""
+        renderer = self._own_renderer()
+        renderer.disable_depth_rendering()
+        return self._draw(renderer)
+
+    def point_cloud(self, view: View, count: int) -> np.ndarray:
+        """(count, 3) float32"""
+        points, _ = points_in_view(self.depth(), self.fovy, view)
+        return points[farthest_points(points, count)]
+
+    def coloured(self, view: View, count: int) -> dict[str, np.ndarray]:
+        """point_cloud (count, 6), position and colour in 0..255; depth (H, W), all float32; img (H, W, 3) uint8."""
+        depth, picture = self.depth(), self.picture()
+        points, pixels = points_in_view(depth, self.fovy, view)
+        chosen = farthest_points(points, count)
+        colours = picture.reshape(-1, 3)[pixels[chosen]].astype(np.float32)
+        return {"point_cloud": np.concatenate([points[chosen], colours], axis=1), "depth": depth, "img": picture}
+
+    def close(self) -> None:
+        if self._renderer is not None:
+            self._renderer.close()
+            self._renderer = None
+        if PointCloudGenerator._renderer_of is self:
+            PointCloudGenerator._renderer_of = None
+
+    def _own_renderer(self):
+        if self._renderer is None:
+            if PointCloudGenerator._renderer_of is not None:
+                PointCloudGenerator._renderer_of.close()
+            self._renderer = self._make_renderer()
+            PointCloudGenerator._renderer_of = self
+        return self._renderer
+
+    def _make_renderer(self):
+        import mujoco
+
+        try:
+            return mujoco.Renderer(self.model, self.size, self.size)
+        except Exception as error:      # each way in which OpenGL can be missing has its own
+            raise no_renderer("Depth", error) from error
+
+    def _draw(self, renderer) -> np.ndarray:
+        import mujoco
+
+        self._hide_what_is_out_of_view()
+        renderer.update_scene(self.data, camera=self.camera)
+        flags = renderer.scene.flags
+        flags[mujoco.mjtRndFlag.mjRND_SHADOW] = flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
+        return renderer.render().copy()
+
+    def _hide_what_is_out_of_view(self) -> None:
+        """Spare a software renderer the meshes whose bounding spheres do not reach into the camera's view; the picture is the same."""
+        rotation = self.data.cam_xmat[self.camera_id].reshape(3, 3)
+        x, y, z = ((self.data.geom_xpos - self.data.cam_xpos[self.camera_id]) @ rotation).T       # it looks along -z
+        half, radius = np.radians(self.fovy) / 2, self.model.geom_rbound
+        margin = np.minimum(-z * np.sin(half) - np.maximum(np.abs(x), np.abs(y)) * np.cos(half), -z)        # distance from the nearest plane of the view
+        # Planes, which have no end, have no radius either.
+        self.model.geom_group[:] = np.where((radius == 0) | (margin > -radius), self._groups, HIDDEN)
