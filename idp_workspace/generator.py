@@ -35,18 +35,18 @@ PARTS = {**dict.fromkeys(UNET, "UNet"), **dict.fromkeys(TRANSFORMER, "transforme
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What an observation holds under one key at each step: numbers of this shape, or an image (C, H, W)."""
+    """What an observation holds under one key at each step: numbers of this shape, points (P, C), or an image (C, H, W)."""
 
     shape: tuple[int, ...]
     rgb: bool = False
 
 
 def read_shape_meta(shape_meta: Mapping) -> tuple[dict[str, Entry], int]:
-    """Entries of the observation and width of the action, from {'obs': {key: {shape, type: rgb | low_dim}}, 'action': {shape}}."""
+    """Entries of the observation and width of the action, from {'obs': {key: {shape, type: rgb | low_dim | point_cloud}}, 'action': {shape}}."""
     entries = {}
     for key, entry in shape_meta["obs"].items():
         kind = entry.get("type", "low_dim")
-        check_choices({f"shape_meta.obs.{key}.type": kind}, {f"shape_meta.obs.{key}.type": ("rgb", "low_dim")})
+        check_choices({f"shape_meta.obs.{key}.type": kind}, {f"shape_meta.obs.{key}.type": ("rgb", "low_dim", "point_cloud")})
         entries[key] = Entry(tuple(entry["shape"]), kind == "rgb")
     shape = tuple(shape_meta["action"]["shape"])
     if len(shape) != 1 or not entries:

@@ -43,19 +43,24 @@ class ConditionalUnet1D(nn.Module):
     Trained checkpoints fix the order in which modules are made (random numbers) and registered (state-dict keys and
     optimiser indices), and these properties, which look like oversights but cannot change without invalidating them:
     the skip connection of the first level is not used, the second local-condition block is never evaluated, every up
-    level doubles the length, and the last convolution always has 8 groups.
+    level doubles the length, and the last convolution always has 8 groups. DP3's small variant has one block a level.
     """
 
     def __init__(self, input_dim: int, local_cond_dim: int | None = None, global_cond_dim: int | None = None,
                  diffusion_step_embed_dim: int = 256, down_dims: Sequence[int] = (256, 512, 1024), kernel_size: int = 3,
-                 n_groups: int = 8, cond_predict_scale: bool = False, activation: type[nn.Module] = nn.Mish):
+                 n_groups: int = 8, cond_predict_scale: bool = False, activation: type[nn.Module] = nn.Mish, blocks_per_level: int = 2):
         super().__init__()
+        if blocks_per_level < 1:
+            raise ConfigError(f"a level of the UNet needs at least one block, not blocks_per_level = {blocks_per_level}")
         dims = [input_dim, *down_dims]
         levels = list(zip(dims[:-1], dims[1:]))
         cond_dim = diffusion_step_embed_dim + (global_cond_dim or 0)
 
         def residual(dim_in: int, dim_out: int) -> ConditionalResidualBlock1D:
             return ConditionalResidualBlock1D(dim_in, dim_out, cond_dim, kernel_size, n_groups, cond_predict_scale, activation)
+
+        def level(dim_in: int, dim_out: int) -> list[nn.Module]:
+            return [residual(dim_in, dim_out), *(residual(dim_out, dim_out) for _ in range(blocks_per_level - 1))]
 
         diffusion_step_encoder = nn.Sequential(
             SinusoidalPosEmb(diffusion_step_embed_dim),
@@ -66,16 +71,12 @@ class ConditionalUnet1D(nn.Module):
         local_cond_encoder = None
         if local_cond_dim is not None:
             local_cond_encoder = nn.ModuleList([residual(local_cond_dim, dims[1]), residual(local_cond_dim, dims[1])])
-        mid_modules = nn.ModuleList([residual(dims[-1], dims[-1]), residual(dims[-1], dims[-1])])
+        mid_modules = nn.ModuleList(level(dims[-1], dims[-1]))
         down_modules = nn.ModuleList([
-            nn.ModuleList([
-                residual(dim_in, dim_out),
-                residual(dim_out, dim_out),
-                Downsample1d(dim_out) if i < len(levels) - 1 else nn.Identity(),
-            ]) for i, (dim_in, dim_out) in enumerate(levels)])
+            nn.ModuleList([*level(dim_in, dim_out), Downsample1d(dim_out) if i < len(levels) - 1 else nn.Identity()])
+            for i, (dim_in, dim_out) in enumerate(levels)])
         up_modules = nn.ModuleList([
-            nn.ModuleList([residual(2 * dim_out, dim_in), residual(dim_in, dim_in), Upsample1d(dim_in)])
-            for dim_in, dim_out in reversed(levels[1:])])
+            nn.ModuleList([*level(2 * dim_out, dim_in), Upsample1d(dim_in)]) for dim_in, dim_out in reversed(levels[1:])])
         final_conv = nn.Sequential(
             Conv1dBlock(dims[1], dims[1], kernel_size, activation=activation),
             nn.Conv1d(dims[1], input_dim, 1),
@@ -113,19 +114,22 @@ class ConditionalUnet1D(nn.Module):
 
         x = sample.transpose(1, 2)  # (B, input_dim, T)
         skips = []
-        for i, (block1, block2, downsample) in enumerate(self.down_modules):
-            x = block1(x, cond)
+        for i, (*blocks, downsample) in enumerate(self.down_modules):
+            x = blocks[0](x, cond)
             if i == 0 and local_cond is not None:
                 x = x + self.local_cond_encoder[0](local_cond.transpose(1, 2), cond)
-            x = block2(x, cond)
+            for block in blocks[1:]:
+                x = block(x, cond)
             skips.append(x)
             x = downsample(x)
 
         for block in self.mid_modules:
             x = block(x, cond)
 
-        for block1, block2, upsample in self.up_modules:
+        for *blocks, upsample in self.up_modules:
             x = torch.cat([x, skips.pop()], dim=1)
-            x = upsample(block2(block1(x, cond), cond))
+            for block in blocks:
+                x = block(x, cond)
+            x = upsample(x)
 
         return self.final_conv(x).transpose(1, 2)
