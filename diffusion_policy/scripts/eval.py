@@ -117,6 +117,8 @@ def set_nfe(policy: torch.nn.Module, nfe: int) -> None:
 
 def make_runner(cfg: DictConfig, options: argparse.Namespace, output: pathlib.Path) -> Any:
     """The task's runner on test episodes only."""
+    if cfg.task.env_runner is None:
+        raise ConfigError("this policy was trained without a simulator (task.env_runner=null), so there is nothing to evaluate it in")
     changes: dict[str, Any] = {"n_train": 0, "n_train_vis": 0}
     if options.n_episodes is not None:
         changes["n_test"] = options.n_episodes

@@ -49,11 +49,11 @@ TRAINING = {
 AT_LEAST = {"seed": 0, "lr_warmup_steps": 0, "num_epochs": 0, "steps_per_epoch": 1, "gradient_accumulate_every": 1, "max_skipped_steps": 0, "rollout_every": 1,
             "checkpoint_every": 1, "val_every": 1, "sample_every": 1, "log_every": 1, "max_train_steps": 1, "max_val_steps": 1}
 #: What a config must have.
-SECTIONS = ("policy", "optimizer", "dataloader", "val_dataloader", "training", "checkpoint", "checkpoint.topk", "logging", "task", "task.dataset", "task.env_runner")
+SECTIONS = ("policy", "optimizer", "dataloader", "val_dataloader", "training", "checkpoint", "checkpoint.topk", "logging", "task", "task.dataset")
 #: What upstream's training.debug stands for.
 DEBUG = {"num_epochs": 2, "max_train_steps": 3, "max_val_steps": 3, "rollout_every": 1, "checkpoint_every": 1, "val_every": 1,
          "sample_every": 1}
-LAST_EVALUATIONS = 5    # the protocol reports the best evaluation and the mean of the last five
+EVALUATIONS = 5     # MIP's protocol reports the best evaluation and the mean of the last five, DP3's the mean of the five best
 
 
 class TrainWorkspace(BaseWorkspace):
@@ -73,6 +73,8 @@ class TrainWorkspace(BaseWorkspace):
         super().__init__(cfg, output_dir)
         for name in SECTIONS:
             section(cfg, name)
+        if cfg.task.get("env_runner", "nothing") is not None:
+            section(cfg, "task.env_runner")
         self.settings = _training_settings(cfg.training)
         seed_everything(self.settings.seed)
         self.model = build(cfg, "policy")
@@ -109,9 +111,8 @@ class TrainWorkspace(BaseWorkspace):
         output = pathlib.Path(self.output_dir)
         with _only_run_in(output):
             checkpoints = self._checkpoints_to_resume()
+            runner = self._make_runner(str(output))      # first: a task that does not exist is said before its data are looked for
             self.prepare()
-            with isolated_random_state(self.settings.seed):
-                runner = build(self.cfg, "task.env_runner", output_dir=str(output))
             if checkpoints:
                 self._resume(checkpoints)
             checkpoint_io.write_atomically(output / "config.yaml", lambda file: file.write(OmegaConf.to_yaml(self.cfg, resolve=True).encode()))
@@ -134,6 +135,13 @@ class TrainWorkspace(BaseWorkspace):
                     runner.close()
                 if tracker is not None:
                     tracker.finish()
+
+    def _make_runner(self, output: str) -> Any:
+        """What evaluates the policy, or None where task.env_runner is null: without a simulator one can still train."""
+        if self.cfg.task.env_runner is None:
+            return None
+        with isolated_random_state(self.settings.seed):
+            return build(self.cfg, "task.env_runner", output_dir=output)
 
     def prepare(self) -> None:
         """Load the data and make all that a training step needs."""
@@ -300,7 +308,7 @@ class TrainWorkspace(BaseWorkspace):
                 record["val_loss"] = self._validation_loss(policy)
             if due(s.sample_every):
                 record["train_action_mse_error"] = self._action_error(policy)
-            if due(s.rollout_every):
+            if due(s.rollout_every) and runner is not None:
                 record |= runner.run(policy)
         if "test/mean_score" in record:
             self.scores.append(record["test/mean_score"])
@@ -355,11 +363,12 @@ class TrainWorkspace(BaseWorkspace):
         if not finished:
             say(f"stopped at step {self.global_step} of {self.total_steps}; continue with\n    {self._continue_command()}")
             sys.exit(130)
-        last = self.scores[-LAST_EVALUATIONS:]
+        last, best = self.scores[-EVALUATIONS:], sorted(self.scores)[-EVALUATIONS:]
         summary = {
             "score": self.scores[-1] if self.scores else None,
             "best_score": max(self.scores, default=None),
             "mean_of_last_scores": sum(last) / len(last) if last else None,
+            "mean_of_best_scores": sum(best) / len(best) if best else None,
             "evaluations": len(self.scores), "steps": self.global_step, "checkpoint": str(latest),
             "videos": sorted(str(path) for path in (output / "media").glob("*.mp4")),
             "learning_curve": str(plot_learning_curve(output / "logs.json.txt", output / "learning_curve.png")),
@@ -367,12 +376,13 @@ class TrainWorkspace(BaseWorkspace):
         checkpoint_io.write_atomically(output / "summary.json", lambda file: file.write(json.dumps(summary, indent=2).encode()))
         if self.scores:
             say(f"score {summary['score']:.3f} (best {summary['best_score']:.3f}, mean of the last {len(last)} evaluations "
-                f"{summary['mean_of_last_scores']:.3f})")
+                f"{summary['mean_of_last_scores']:.3f}, of the best {len(best)} {summary['mean_of_best_scores']:.3f})")
         say(f"checkpoint      {latest}")
         if summary["videos"]:
             say(f"rollout video   {summary['videos'][-1]}")
         say(f"learning curve  {summary['learning_curve']}")
-        say(f"next            python eval.py --checkpoint {latest}")
+        if self.cfg.task.get("env_runner") is not None:
+            say(f"next            python eval.py --checkpoint {latest}")
         return summary
 
     def _continue_command(self) -> str:
