@@ -23,11 +23,11 @@ $(VENV)/.installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
-	# Without what they name beside these: a second OpenCV, torchvision and drivers of input devices, none of which is used here.
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps robosuite==1.5.1 robomimic==0.3.0
+	# Without what they name beside these: a second OpenCV, torchvision, drivers of input devices, none of which is used here, and another MuJoCo.
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps robosuite==1.5.1 robomimic==0.3.0 metaworld==3.1.1
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@$(PYTHON) -c 'from ctypes.util import find_library; raise SystemExit(not find_library("OSMesa"))' || $(RENDERER) || \
-	    echo "To render robosuite's tasks without a GPU, on Debian and Ubuntu: apt-get install libosmesa6"
+	    echo "To render the simulators' tasks without a GPU, on Debian and Ubuntu: apt-get install libosmesa6"
 	@touch $@
 
 train: setup
