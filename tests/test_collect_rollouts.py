@@ -1,5 +1,6 @@
 """Demonstrations from policies, and those that come with the repository."""
 import functools
+import json
 
 import numpy as np
 import pytest
@@ -67,3 +68,38 @@ def test_a_study_s_table_ranks_and_keeps_its_commands():
     lines = text.splitlines()[2:]
     assert [line.split("|")[1].strip() for line in lines] == ["a", "b", "untrained"]
     assert "| 50 |" in lines[0] and "| - |" in lines[2]
+
+
+GRID = {"eval": None, "grid": {"tasks": {"push": "hard", "reach": ""}, "methods": {"A": "train_a", "B": "train_b x=1"}, "seeds": [0, 1]},
+        "paper": {"A": {"push": 60, "reach": 30}}}
+
+
+def test_a_grid_is_all_tasks_and_methods_with_the_first_seed_then_with_the_next():
+    runs = study.runs_of(GRID)
+    assert [run["name"] for run in runs[:5]] == ["push A 0", "push B 0", "reach A 0", "reach B 0", "push A 1"] and len(runs) == 8
+    assert runs[1] == {"name": "push B 0", "config": "train_b", "overrides": ["task.name=push", "training.seed=0", "x=1"]}
+    assert study.runs_of({"runs": runs}) is runs and not study.evaluates(GRID) and study.evaluates({})
+
+
+def test_a_grid_s_table_averages_seeds_and_says_what_is_missing():
+    row = {"nfe": None, "step_ms": None, "inference_ms": None}
+    rows = [{**row, "name": f"push {method} {seed}", "mean_of_best": 0.5 + 0.1 * seed, "score": 0.2 * seed} for method in "AB" for seed in (0, 1)]
+    rows += [{**row, "name": "reach A 0", "mean_of_best": 0.3, "score": 0.35, "nfe": 1.0, "step_ms": 40.0, "inference_ms": 2.0}]
+    lines = study.grid_table(GRID, rows).splitlines()
+    assert lines[0] == "| task | A | B | paper: A |" and lines[2] == "| push (hard) | 55 / 10 | 55 / 10 | 60 |"
+    assert lines[3] == "| reach | 30 / 35 (of 1 seed) | - | 30 |" and lines[4] == "| mean of the 1 complete tasks | 55 / 10 | 55 / 10 | 60 |"
+    assert lines[-1] == "| A | 1 | 40 | 2.0 |"
+
+
+def test_a_row_made_elsewhere_is_kept_if_its_command_is_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "ROOT", tmp_path)
+    grid = {"name": "x", **GRID}
+    entry = study.runs_of(grid)[0]
+    assert study.kept_row(grid, entry) is None
+    (tmp_path / "results/x").mkdir(parents=True)
+    row = {"name": "push A 0", "command": "python train.py --config-name=train_a task.name=push training.seed=0", "score": 0.5}
+    (tmp_path / "results/x/results.json").write_text(json.dumps({"rows": [row]}))
+    assert study.run(grid, entry, threads=1) == row
+    assert study.kept_row({**grid, "overrides": ["preset=cpu"]}, entry) is None        # another command
+    (tmp_path / "data/studies/x/push A 0").mkdir(parents=True)
+    assert study.kept_row(grid, entry) is None                                         # begun here

@@ -157,7 +157,7 @@ def test_bad_checkpoints_are_named_and_leave_nothing_behind(finished, tmp_path):
     (tmp_path / "noise.ckpt").write_bytes(os.urandom(1000))
     torch.save({"weights": torch.zeros(3)}, tmp_path / "other.ckpt")
     payload = checkpoint_io.load(finished / "checkpoints/latest.ckpt")
-    payload["cfg"]["policy"]["model"]["n_emb"] = 32
+    payload["cfg"]["policy"]["model"]["n_emb"] = payload["cfg"]["policy"]["model"]["cond_dim"] = 32
     payload["cfg"]["policy"]["obs_encoder"]["emb_dim"] = 32
     checkpoint_io.save(payload, tmp_path / "size.ckpt")
     for name, message in (("missing", "no checkpoint"), ("truncated", "truncated"), ("noise", "truncated or not|not a checkpoint"), ("other", "not a checkpoint of"),

@@ -7,13 +7,16 @@ import torch
 from omegaconf import OmegaConf
 
 from diffusion_policy.common import checkpoint_io
+from diffusion_policy.common.errors import ConfigError
 from diffusion_policy.scripts import eval as eval_script
-from tests.util import ROOT, load_config, write_pusht
+from tests.util import ROOT, load_config, train_here, write_point_clouds, write_pusht
 
 UPSTREAM_IMAGE = [f"train_diffusion_{name}_workspace" for name in ("unet_hybrid", "transformer_hybrid", "unet_image")]     # in test_hybrid_policies.py
 NAMES = sorted(path.stem for path in (ROOT / "config").glob("train_*.yaml") if path.stem not in UPSTREAM_IMAGE)
 IMAGE = [name for name in NAMES if name.endswith("_image")]
-CONFIGS = [name for name in NAMES if name not in IMAGE]
+DP3 = ["train_dp3", "train_simple_dp3"]
+POINTCLOUD = [name for name in NAMES if name.endswith("_pointcloud") or name in DP3]
+CONFIGS = [name for name in NAMES if name not in (*IMAGE, *POINTCLOUD)]
 ABLATIONS = sorted(path.stem for path in (ROOT / "config/ablation").glob("*.yaml"))
 UPSTREAM = ["train_diffusion_transformer_lowdim_pusht_workspace", "train_diffusion_unet_lowdim_workspace"]
 NAMED = [*UPSTREAM, *(f"train_{objective}_{backbone}_lowdim" for objective in ("idp", "naive_drifting") for backbone in ("transformer", "unet", "mlp"))]
@@ -71,6 +74,7 @@ def test_trains_and_evaluates_from_images(name, tmp_path, data):
 def test_every_configuration_of_a_state_has_one_of_images():
     siblings = [name.replace("_lowdim", "_image") for name in CONFIGS if name not in UPSTREAM]
     assert sorted(siblings) == IMAGE and len(IMAGE) == 45
+    assert sorted([*(name.replace("_image", "_pointcloud") for name in IMAGE), *DP3]) == POINTCLOUD
 
 
 @pytest.mark.parametrize("name", IMAGE)
@@ -124,6 +128,8 @@ def test_a_run_reports_the_best_and_the_mean_of_the_last_five_evaluations(tmp_pa
     workspace.scores = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     summary = workspace._summary(tmp_path / "run", finished=True)
     assert (summary["score"], summary["best_score"], summary["mean_of_last_scores"]) == (6.0, 6.0, 4.0)
+    workspace.scores = [6.0, 0.0, 5.0, 1.0, 4.0, 3.0, 2.0]      # DP3 reports the mean of the five best
+    assert workspace._summary(tmp_path / "run", finished=True)["mean_of_best_scores"] == 4.0
 
 
 @pytest.mark.parametrize("ablation", ABLATIONS)
@@ -252,3 +258,70 @@ def test_every_method_builds_with_robomimic_s_tasks(index, name):
             assert (policy.horizon, policy.action_dim) == (cfg.horizon, cfg.task.action_dim)
     for name_of_upstream in UPSTREAM if obs == "lowdim" else ():
         hydra.utils.instantiate(load_config(name_of_upstream, f"task={name}", "preset=debug").policy)
+
+
+# tasks observed through point clouds
+
+@pytest.fixture(scope="module")
+def clouds(tmp_path_factory):
+    return write_point_clouds(tmp_path_factory.mktemp("data") / "clouds.zarr")
+
+
+@pytest.mark.parametrize("name", POINTCLOUD)
+def test_every_method_trains_on_point_clouds(name, tmp_path, clouds):
+    cfg = load_config(name)
+    assert cfg.name == name and cfg.task.name == "assembly" and cfg.dataloader.batch_size == cfg.val_dataloader.batch_size == 128
+    assert (cfg.n_obs_steps, cfg.horizon, cfg.n_action_steps) == ((2, 16, 8) if name == "train_dp3" else (2, 4, 3))
+    own = "one_step_diffusion" in name      # has its own rate and betas
+    assert list(cfg.optimizer.betas) == [0.0 if own else 0.95, 0.999] and cfg.optimizer.lr == (1e-5 if own else 1e-4)
+    assert (cfg.optimizer.weight_decay, cfg.ema.rate, cfg.ema.power) == (1e-6, None, 0.75)
+    assert (cfg.training.num_epochs, cfg.training.rollout_every, cfg.training.steps_per_epoch, cfg.training.lr_warmup_steps) == (3000, 200, None, 500)
+    workspace, summary = train_here(tmp_path / "run", name, "preset=debug", f"task.zarr_path={clouds}", "task.env_runner=null", "training.steps_per_epoch=1")
+    assert summary["steps"] == 2 and summary["score"] is None and type(workspace.model.obs_encoder).__name__ == "DP3Encoder"
+    payload = checkpoint_io.load(summary["checkpoint"])
+    policy = eval_script.load_policy(OmegaConf.create(payload["cfg"]), payload).eval()
+    obs = {"point_cloud": torch.randn(2, 2, 16, 3), "agent_pos": torch.randn(2, 2, 9)}
+    torch.manual_seed(0)
+    expected = workspace.policy.eval().predict_action(obs)["action"]
+    torch.manual_seed(0)
+    assert torch.equal(policy.predict_action(obs)["action"], expected) and expected.shape == (2, cfg.n_action_steps, 4)
+
+
+@pytest.mark.parametrize("overrides, points, state, action", [
+    (["task=adroit", "task.name=hammer"], 512, 24, 26), (["task=adroit", "task.name=door"], 512, 24, 28), (["task=adroit", "task.name=pen"], 512, 24, 24),
+    (["task=dexart", "task.name=laptop"], 1024, 32, 22), (["task=dexart", "task.name=bucket"], 1024, 33, 22), (["task=metaworld"], 1024, 9, 4),
+    (["task=metaworld", "preset=cpu"], 256, 9, 4), (["task=adroit", "preset=cpu"], 256, 24, 26),
+])
+def test_one_file_describes_all_tasks_of_a_suite(overrides, points, state, action):
+    for name in ("train_idp_transformer_pointcloud", "train_naive_drifting_unet_pointcloud", "train_simple_dp3"):
+        with torch.device("meta"):
+            cfg = load_config(name, *overrides)
+            policy = hydra.utils.instantiate(cfg.policy)
+        assert policy.generator.entries["point_cloud"].shape == (points, 3) and policy.generator.entries["agent_pos"].shape == (state,)
+        assert policy.action_dim == action and cfg.task.env_runner.n_test == 20 and cfg.task.env_runner.num_points == points
+        assert ("imagin_robot" in policy.generator.entries) == ("task=dexart" in overrides)
+
+
+def test_dp3_has_its_sizes_and_its_sampler():
+    with torch.device("meta"):
+        large, small = (hydra.utils.instantiate(load_config(name).policy) for name in DP3)
+    millions = lambda policy: sum(p.numel() for p in policy.parameters()) / 1e6
+    assert 255 < millions(large) < 256 and 7 < millions(small) < 8
+    for policy in (large, small):
+        assert policy.nfe == 10 and policy.train_steps == 100 and policy.noise_scheduler.config.prediction_type == "sample"
+
+
+@pytest.mark.parametrize("target", ["IDPPolicy", "NaiveDriftingPolicy"])
+def test_swapping_only_the_policy_target_of_dp3_trains(target, tmp_path, clouds):
+    workspace, summary = train_here(tmp_path / "run", "train_simple_dp3", "preset=debug", f"task.zarr_path={clouds}", "task.env_runner=null",
+                                    f"policy._target_=idp_workspace.policy.{target}")
+    assert type(workspace.model).__name__ == target and summary["steps"] == 8
+
+
+def test_a_policy_trained_without_a_simulator_cannot_be_evaluated(tmp_path, clouds, capsys):
+    _, summary = train_here(tmp_path / "run", "train_idp_mlp_pointcloud", "preset=debug", f"task.zarr_path={clouds}", "task.env_runner=null")
+    assert "eval.py" not in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="trained without a simulator"):
+        eval_script.main(["--checkpoint", summary["checkpoint"]])
+    with pytest.raises(ConfigError, match="task.env_runner must be a section"):
+        train_here(tmp_path / "other", "train_idp_mlp_pointcloud", "preset=debug", f"task.zarr_path={clouds}", "task.env_runner=none")

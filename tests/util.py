@@ -6,12 +6,12 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from benchmarks.data import write_pusht
+from benchmarks.data import write_point_clouds, write_pusht
 from benchmarks.faults import equal
 from diffusion_policy.common.config_util import register_resolvers
 from diffusion_policy.model.common.normalizer import LinearNormalizer
 
-__all__ = ["ROOT", "equal", "load_config", "train_here", "unit_normalizer", "write_pusht"]
+__all__ = ["ROOT", "equal", "load_config", "train_here", "unit_normalizer", "write_point_clouds", "write_pusht"]
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 register_resolvers()
 
