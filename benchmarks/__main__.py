@@ -23,6 +23,7 @@ BENCHMARKS = {
     "inference": "predict_action beside its bare network, Diffusion Policy beside IDP",
     "env": "steps of the PushT environment beside gym-pusht's",
     "robomimic": "evaluations on robomimic's tasks: steps per second by task and workers",
+    "pointcloud": "point clouds of MetaWorld: cost of a frame, share of an evaluation, sampling, encoder, workers",
 }
 
 

@@ -12,9 +12,8 @@ import time
 
 import h5py
 import numpy as np
-import torch
 
-from benchmarks.common import row
+from benchmarks.common import Still, row, steps_per_s
 from diffusion_policy.env.robomimic.robosuite_task import RobosuiteTask
 from diffusion_policy.env.robomimic.robomimic_image_wrapper import RobomimicImageWrapper
 from diffusion_policy.env.robomimic.scripted_experts import TASKS, env_args
@@ -27,21 +26,6 @@ SHAPE_META = {"obs": {"agentview_image": {"shape": [3, 84, 84], "type": "rgb"}, 
                       "robot0_eef_pos": {"shape": [3]}}}
 
 
-class Still:
-    """Chunks of eight actions that do not move."""
-
-    device, dtype = torch.device("cpu"), torch.float32
-
-    def __init__(self, action_dim):
-        self.action_dim = action_dim
-
-    def reset(self):
-        pass
-
-    def predict_action(self, obs):
-        return {"action": torch.zeros(len(next(iter(obs.values()))), 8, self.action_dim)}
-
-
 def write_dataset(path: pathlib.Path, task: str, action_dim: int) -> str:
     """A file that holds no more of a dataset than a runner looks at."""
     with h5py.File(path, "w") as file:
@@ -51,18 +35,6 @@ def write_dataset(path: pathlib.Path, task: str, action_dim: int) -> str:
         demo.attrs["num_samples"] = 1
         demo["actions"] = np.zeros((1, action_dim))
     return str(path)
-
-
-def steps_per_s(runner, policy, rounds: int) -> float:
-    """Median over rounds of environment steps per second, all workers together."""
-    runner.run(policy)      # builds the environments, compiles what is compiled at first use
-    rates = []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        runner.run(policy)
-        rates.append(sum(episode["steps"] for episode in runner.episodes) / (time.perf_counter() - started))
-    runner.close()
-    return statistics.median(rates)
 
 
 def evaluation(task: str, workers: int, steps: int, rounds: int, folder: pathlib.Path, images: bool = False) -> float:

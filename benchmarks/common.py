@@ -153,3 +153,31 @@ class TrainingStep:
         self.policy.compute_loss(batch).backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+# ---------------------------------------------------------------------- evaluations
+class Still:
+    """Chunks of eight actions that do not move."""
+
+    device, dtype = torch.device("cpu"), torch.float32
+
+    def __init__(self, action_dim):
+        self.action_dim = action_dim
+
+    def reset(self):
+        pass
+
+    def predict_action(self, obs):
+        return {"action": torch.zeros(len(next(iter(obs.values()))), 8, self.action_dim)}
+
+
+def steps_per_s(runner, policy, rounds: int) -> float:
+    """Median over rounds of environment steps per second, all workers together."""
+    runner.run(policy)      # builds the environments, compiles what is compiled at first use
+    rates = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        runner.run(policy)
+        rates.append(sum(episode["steps"] for episode in runner.episodes) / (time.perf_counter() - started))
+    runner.close()
+    return statistics.median(rates)

@@ -40,3 +40,20 @@ def write_robomimic(path: pathlib.Path, lengths=(12, 15, 9), cameras=("agentview
             for camera in cameras:
                 demo.create_dataset(f"obs/{camera}", data=rng.integers(0, 256, (length, size, size, 3), dtype=np.uint8), **storage)
     return path
+
+
+def write_point_clouds(path: pathlib.Path, lengths=(12, 9, 14), points: int = 32, state: int = 9, action: int = 4, action_scale: float = 1.0,
+                       imagined: int = 0, broken: bool = False, seed: int = 0) -> pathlib.Path:
+    """Demonstrations in DP3's layout with noise in them."""
+    rng = np.random.default_rng(seed)
+    buffer = ReplayBuffer.create_empty_numpy()
+    for length in lengths:
+        episode = {"point_cloud": rng.normal(size=(length, points, 6)), "state": rng.normal(size=(length, state)),
+                   "action": action_scale * rng.uniform(-1, 1, (length, action))}
+        if imagined:
+            episode["imagined_robot"] = rng.normal(size=(length, imagined, 3))
+        buffer.add_episode({key: value.astype(np.float32) for key, value in episode.items()})
+    if broken:
+        buffer["point_cloud"][3, 2, 1] = np.nan
+    buffer.save_to_path(str(path))
+    return path

@@ -1,0 +1,58 @@
+"""How well a policy predicts the actions of demonstrations it has not seen: for tasks whose simulator is not at hand.
+
+    python -m benchmarks.open_loop --checkpoint RUN/checkpoints/latest.ckpt --output results/NAME.json
+
+The run must have held episodes out (task.dataset.val_ratio=0.1). Written are, for its training and its held-out windows, the share of the
+variance of the executed actions that the policy explains, 1 - MSE / variance: 1 is perfect, 0 is what predicting the mean action gives.
+It says that a policy has learned, not that it succeeds.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+
+import torch
+from omegaconf import OmegaConf
+
+from diffusion_policy.common import checkpoint_io
+from diffusion_policy.common.config_util import build, register_resolvers
+from diffusion_policy.scripts.eval import load_policy
+
+
+@torch.no_grad()
+def explained(policy, dataset, batch_size: int = 256) -> float:
+    """Share of the variance of the executed actions (N, Ta, Da) that is explained, over all windows of the dataset."""
+    predicted, target = [], []
+    for start in range(0, len(dataset), batch_size):
+        batch = dataset.get_batch(range(start, min(start + batch_size, len(dataset))))
+        predicted.append(policy.predict_action(batch["obs"])["action"])
+        first = policy.n_obs_steps - 1
+        target.append(batch["action"][:, first : first + policy.n_action_steps])
+    predicted, target = torch.cat(predicted), torch.cat(target)
+    return 1 - float((predicted - target).square().mean() / (target - target.mean((0, 1))).square().mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", required=True)
+    parser.add_argument("--output", required=True, type=pathlib.Path)
+    options = parser.parse_args()
+    register_resolvers()
+    payload = checkpoint_io.load(options.checkpoint)
+    cfg = OmegaConf.create(payload["cfg"])
+    policy = load_policy(cfg, payload).eval()
+    dataset = build(cfg, "task.dataset")
+    held_out = dataset.get_validation_dataset()
+    if not len(held_out):
+        parser.error("the run held no episodes out: train with task.dataset.val_ratio=0.1")
+    result = {"task": cfg.task.name, "config": cfg.name, "steps": payload["attributes"]["global_step"], "seed": cfg.training.seed,
+              "windows": {"training": len(dataset), "held out": len(held_out)},
+              "explained": {"training": explained(policy, dataset), "held out": explained(policy, held_out)}, "versions": checkpoint_io.versions()}
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    checkpoint_io.write_atomically(options.output, lambda file: file.write((json.dumps(result, indent=2) + "\n").encode()))
+    print(json.dumps(result["explained"]))
+
+
+if __name__ == "__main__":
+    main()
