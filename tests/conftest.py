@@ -9,6 +9,9 @@ os.environ.setdefault("WANDB_MODE", "disabled")
 import pytest
 import torch
 
+from diffusion_policy.gym_util.mujoco_point_cloud import choose_renderer
+
+choose_renderer()       # before a test module imports robosuite, which would choose a GPU's
 torch.set_num_threads(1)
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

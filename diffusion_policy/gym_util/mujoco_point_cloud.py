@@ -23,11 +23,12 @@ def default_renderer() -> str:
 
 def choose_renderer() -> None:
     """The user's MUJOCO_GL, or what fits this machine."""
-    if os.environ.get("MUJOCO_GL"):
-        return
-    os.environ["MUJOCO_GL"] = default_renderer()
-    if "mujoco.gl_context" in sys.modules:      # it looks at MUJOCO_GL when it is imported, and somebody has imported it
-        importlib.reload(sys.modules["mujoco.gl_context"])
+    if not os.environ.get("MUJOCO_GL"):
+        os.environ["MUJOCO_GL"] = default_renderer()
+    # MuJoCo looks at it when it is imported. If somebody imported it before it was set, it would open windows; without a display it then aborts.
+    loaded = sys.modules.get("mujoco.gl_context")
+    if loaded is not None and getattr(loaded, "_MUJOCO_GL", None) != os.environ["MUJOCO_GL"].lower().strip():
+        importlib.reload(loaded)
 
 
 def no_renderer(what: str, error: Exception) -> ConfigError:
