@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import open_loop
 from diffusion_policy.common.errors import ConfigError, DataError
 from diffusion_policy.env.dexart.dexart_wrapper import STATE_DIM, TASKS, DexArtEnv, import_dexart
 from diffusion_policy.env_runner.base_image_runner import BaseImageRunner
 from diffusion_policy.env_runner.dexart_runner import DexArtRunner
-from tests.util import load_config
+from tests.conftest import SHARED
+from tests.util import load_config, train_here
 
 VERSIONS = {"sapien": "2.2.1", "numpy": "1.26.4"}
 POINTS = 40
@@ -356,3 +358,17 @@ def test_one_word_chooses_the_task(dexart, tmp_path, task):
     assert (len(runner._plan), runner.max_steps, runner.vector, runner.title) == (20, 50, "async", f"{task} rollouts")
     assert runner._make_env.args[1] == {"task_name": task, "num_points": POINTS, "state_dim": state_dim, "use_test_set": False, "terminate_on_success": True}
     assert config("preset=cpu", "task.env_runner=null", "task.state_dim=31").task.env_runner is None
+
+
+# ---------------------------------------------------------------------- the data
+def test_public_demonstrations_are_learned_without_dexart(tmp_path, monkeypatch):
+    path = SHARED / "data/dexart/dexart_laptop_100.zarr"
+    if not path.is_dir():
+        pytest.skip("the public demonstrations of Laptop are not beside this checkout")
+    _, summary = train_here(tmp_path / "run", "train_idp_mlp_pointcloud", "preset=debug", "task=dexart", "task.name=laptop", "task.state_dim=31",
+                            f"task.zarr_path={path}", "task.env_runner=null", "task.dataset.val_ratio=0.1", "training.steps_per_epoch=100",
+                            "learning_rate=0.003")
+    monkeypatch.setattr(sys, "argv", ["open_loop", "--checkpoint", summary["checkpoint"], "--output", str(tmp_path / "out.json")])
+    open_loop.main()
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert sum(result["windows"].values()) == 3041 and result["explained"]["held out"] > 0.3      # 0 is what the mean action gives

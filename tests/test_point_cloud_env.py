@@ -96,6 +96,13 @@ def test_the_cloud_shows_the_hand_and_the_object_where_they_are_and_not_the_tabl
     env.close()
 
 
+def test_videos_have_the_ceiling_above(reach):
+    reach.reset(seed=0)
+    up = reach.generator.data.cam_xmat[reach.generator.camera_id].reshape(3, 3)[:, 1]
+    assert up[2] < -0.5     # where the camera's own pictures have the world's ceiling: below
+    assert np.array_equal(reach.render(), np.rot90(reach.generator.picture(), 2))
+
+
 @pytest.mark.parametrize("task", ["assembly", "disassemble", "sweep", "coffee-button"])
 def test_marks_of_the_goal_are_in_their_place_in_every_frame(task):
     env = MetaWorldEnv(task, 64)

@@ -64,6 +64,9 @@ class MetaWorldEnv(PointCloudEnv):
         solved = bool(info["success"])
         return solved, solved and self.terminate_on_success
 
+    def render(self):
+        return np.ascontiguousarray(super().render()[::-1, ::-1])      # the camera is mounted upside down
+
     def _place_markers(self):
         """Marks of the goal, which the camera sees, are put into their place by `step` too early, and by `reset` not at all."""
         for site in self.env._target_site_config:
