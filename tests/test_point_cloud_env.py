@@ -30,10 +30,10 @@ from tests.util import ROOT, train_here
 LOOK = "from diffusion_policy.env.metaworld.metaworld_wrapper import MetaWorldEnv\nMetaWorldEnv('reach', 8).reset(seed=0)"
 
 
-def look(**changes):
-    """Look at a task in another process, in which OpenGL has not been used yet."""
+def look(first="", **changes):
+    """Look at a task in another process, in which OpenGL has not been used yet; `first` is run before that."""
     environment = {key: value for key, value in os.environ.items() if key != "DISPLAY"} | {"PYTHONPATH": str(ROOT)} | changes
-    return subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, env=environment, timeout=120)
+    return subprocess.run([sys.executable, "-c", f"{first}\n{LOOK}"], capture_output=True, text=True, env=environment, timeout=120)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -221,6 +221,12 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
 def test_a_renderer_that_cannot_start_is_said_and_the_user_s_choice_respected():
     done = look(MUJOCO_GL="glfw")       # needs a display
     assert done.returncode != 0 and "Depth cannot be rendered with MUJOCO_GL=glfw" in done.stderr and "libosmesa6" in done.stderr
+
+
+def test_a_renderer_can_be_named_after_mujoco_is_imported():
+    """As robosuite does."""
+    done = look(f"import os, mujoco; os.environ['MUJOCO_GL'] = {os.environ['MUJOCO_GL']!r}", MUJOCO_GL="")
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_action_of_another_size_is_refused(reach):
