@@ -33,10 +33,11 @@ $(VENV)/.installed: requirements.txt pyproject.toml setup.py
 train: setup
 	$(PY) train.py --config-name=$(CONFIG) preset=$(PRESET) $(ARGS)
 
-# Tests start many processes: OpenMP threads that spin while they wait would take the cores from each other. One run alone is twice
-# as fast when they do spin, so the other targets leave that as it is.
+# Files of tests run side by side, each as a whole, because tests of a file share what is slow to make. They start many processes: OpenMP threads
+# that spin while they wait would take the cores from each other. One run alone is twice as fast when they do spin, so the other targets leave
+# that as it is.
 test: setup
-	OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile $(ARGS)
 
 bench: setup
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps gym-pusht==0.1.8
