@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import json
 import math
 import os
 import pathlib
+import re
 import select
 import shlex
 import subprocess
@@ -92,7 +94,7 @@ def limit_addresses() -> None:
 
 def judged(target: Any, value: Any, canary: pathlib.Path) -> dict[str, Any]:
     """{outcome} of a case, or {finding}."""
-    start, before = time.perf_counter(), resident()
+    start, before = time.perf_counter(), forget_peak()
     try:
         outcome, finding = target.check(value), None
     except Finding as error:
@@ -102,14 +104,24 @@ def judged(target: Any, value: Any, canary: pathlib.Path) -> dict[str, Any]:
     if canary.exists():
         canary.unlink()
         outcome, finding = "finding", "a payload ran: the canary file was created"
-    if resident() - before > GROWTH_BYTES:
-        outcome, finding = "finding", f"memory grew by {(resident() - before) / 1e6:.0f} MB"
+    if (growth := peak() - before) > GROWTH_BYTES:
+        outcome, finding = "finding", f"memory grew by {growth / 1e6:.0f} MB"
     answer = {"outcome": outcome, "seconds": time.perf_counter() - start}
     return answer if finding is None else answer | {"finding": finding, "input": target.describe(value)[:2000]}
 
 
-def resident() -> int:
-    """The most memory that this process ever had."""
+def forget_peak() -> int:
+    """Let `peak` count from now on, where the system can -> the memory that this process has now."""
+    with contextlib.suppress(OSError):
+        pathlib.Path("/proc/self/clear_refs").write_text("5")
+    return peak()
+
+
+def peak() -> int:
+    """The most memory, in bytes, that this process had since `forget_peak`; on systems without /proc, ever."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^VmHWM:\s+(\d+) kB", pathlib.Path("/proc/self/status").read_text(), re.MULTILINE):
+            return 1024 * int(found[1])
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
