@@ -1,4 +1,5 @@
 """Packages: the namespace package diffusion_policy, idp_workspace, and the configurations as diffusion_policy/config."""
+
 import pathlib
 
 from setuptools import find_namespace_packages, setup
@@ -10,7 +11,12 @@ configs = {
 }
 
 setup(
-    packages=[*find_namespace_packages(include=["diffusion_policy", "diffusion_policy.*", "idp_workspace", "idp_workspace.*"]), *configs],
+    packages=[
+        *find_namespace_packages(
+            include=["diffusion_policy", "diffusion_policy.*", "idp_workspace", "idp_workspace.*"]
+        ),
+        *configs,
+    ],
     package_dir=configs,
     package_data={**{name: ["*.yaml"] for name in configs}, "diffusion_policy.env.robomimic": ["starts/*.npz"]},
 )

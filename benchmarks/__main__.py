@@ -3,6 +3,7 @@
 A missed target is said in the table; it is no error, because a busy machine can miss one. The targets are ratios, measured in
 interleaved rounds, so that they mean the same on another machine.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -37,9 +38,13 @@ def machine() -> dict:
     lines = info.read_text().splitlines() if info.exists() else []
     cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
     return {
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), "cpu": cpu, "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(), "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
-        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None, "versions": versions(),
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
+        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
+        "versions": versions(),
     }
 
 
@@ -65,8 +70,11 @@ def write(path: str | os.PathLike, rows: list[dict], about: dict) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     listing = "\n".join(f"  {name:<10} {what}" for name, what in BENCHMARKS.items())
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=f"{__doc__}\nbenchmarks:\n{listing}",
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=f"{__doc__}\nbenchmarks:\n{listing}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("names", nargs="*", metavar="name", help="which benchmarks to run; all without a name")
     parser.add_argument("--quick", action="store_true", help="smaller batches and fewer rounds; the table says which")
     parser.add_argument("--output", default="results/bench.json", help="where the JSON goes (default: %(default)s)")
@@ -81,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
     for name in arguments.names or BENCHMARKS:
         print(f"{name}: {BENCHMARKS[name]} ...", file=sys.stderr, flush=True)
         rows += importlib.import_module(f"benchmarks.bench_{name}").run(arguments.quick)
-        write(arguments.output, rows, about)     # after each, so that an interrupted run keeps what it has
+        write(arguments.output, rows, about)  # after each, so that an interrupted run keeps what it has
     print(table(rows))
     print(f"written to {arguments.output}")
 

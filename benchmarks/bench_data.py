@@ -1,4 +1,5 @@
 """Fetching a batch: its share of a training step, and the gain over collecting it sample by sample; memory of a dataset of images."""
+
 import contextlib
 import itertools
 import json
@@ -23,7 +24,7 @@ from diffusion_policy.dataset.pusht_dataset import PushTStateDataset
 
 DEMOS = "data/demos/pusht_policy_rollouts.zarr"
 EPISODES, LENGTH = 200, 125
-IMAGE_LENGTH = 100      # steps of an episode with images
+IMAGE_LENGTH = 100  # steps of an episode with images
 
 
 @contextlib.contextmanager
@@ -37,7 +38,9 @@ def demonstrations():
     buffer = ReplayBuffer.create_empty_numpy()
     for _ in range(EPISODES):
         shapes = {"state": (5,), "keypoint": (9, 2), "action": (2,)}
-        buffer.add_episode({key: rng.uniform(0, 512, (LENGTH, *shape)).astype(np.float32) for key, shape in shapes.items()})
+        buffer.add_episode(
+            {key: rng.uniform(0, 512, (LENGTH, *shape)).astype(np.float32) for key, shape in shapes.items()}
+        )
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "random.zarr")
         buffer.save_to_path(path)
@@ -63,44 +66,71 @@ def _gain(dataset, batch: int, rounds: int, source: str) -> dict:
     def sample_by_sample():
         return default_collate([dataset[i] for i in next(indices).tolist()])
 
-    times = interleaved("data", {"pass": pass_task(stream), "samples": sample_by_sample}, rounds, repeats={"samples": 5})
+    times = interleaved(
+        "data", {"pass": pass_task(stream), "samples": sample_by_sample}, rounds, repeats={"samples": 5}
+    )
     count = stream.batches_per_pass
-    return row(f"batch fetch, gain over sample by sample, batch {batch}", ratio(times["samples"], times["pass"]) * count, "x", ">= 20",
-               f"fetch {1e3 * times['pass'].median / count:.3f} ms, sample by sample {1e3 * times['samples'].median:.2f} ms; {source}")
+    return row(
+        f"batch fetch, gain over sample by sample, batch {batch}",
+        ratio(times["samples"], times["pass"]) * count,
+        "x",
+        ">= 20",
+        f"fetch {1e3 * times['pass'].median / count:.3f} ms, sample by sample {1e3 * times['samples'].median:.2f} ms; {source}",
+    )
 
 
 def _share(dataset, batch: int, rounds: int, source: str) -> dict:
     """Fetch / training step."""
     stream = BatchStream(dataset, batch, drop_last=True)
-    step = TrainingStep("train_idp_transformer_lowdim", batch=stream.batch(0), obs_dim=5, action_dim=2,
-                        normalizer=dataset.get_normalizer())
+    step = TrainingStep(
+        "train_idp_transformer_lowdim",
+        batch=stream.batch(0),
+        obs_dim=5,
+        action_dim=2,
+        normalizer=dataset.get_normalizer(),
+    )
     step.warm_up()
     fetch_pass = pass_task(stream)
     fetch_pass()
     times = interleaved("data, training step", {"pass": fetch_pass, "step": step}, rounds, warmup=0)
     count = stream.batches_per_pass
-    return row(f"batch fetch, share of the IDP step, transformer, batch {batch}", 100 * ratio(times["pass"], times["step"]) / count, "%",
-               "<= 2", f"fetch {1e3 * times['pass'].median / count:.3f} ms, step {times['step'].median:.2f} s; {source}")
+    return row(
+        f"batch fetch, share of the IDP step, transformer, batch {batch}",
+        100 * ratio(times["pass"], times["step"]) / count,
+        "%",
+        "<= 2",
+        f"fetch {1e3 * times['pass'].median / count:.3f} ms, step {times['step'].median:.2f} s; {source}",
+    )
 
 
 def image_config(path: str) -> DictConfig:
     """A small run on images of two cameras."""
     register_resolvers()
     with hydra.initialize_config_dir(str(config_dir()), version_base=None):
-        return hydra.compose("train_idp_transformer_image", ["task=lift_ph_image", "preset=cpu", f"task.dataset_path={path}"])
+        return hydra.compose(
+            "train_idp_transformer_image", ["task=lift_ph_image", "preset=cpu", f"task.dataset_path={path}"]
+        )
 
 
 def print_memory(path: str):
     """In a process of its own: what opening a dataset of images and a pass over it add to this process's memory."""
     cfg = image_config(path)
-    hydra.utils.get_class(cfg.task.dataset._target_)    # imported before the first look
+    hydra.utils.get_class(cfg.task.dataset._target_)  # imported before the first look
     before = measure(os.getpid())
     dataset = hydra.utils.instantiate(cfg.task.dataset, max_train_episodes=None)
     opened = measure(os.getpid())
     stream = BatchStream(dataset, cfg.dataloader.batch_size)
     looks = [measure(os.getpid()) for _ in itertools.islice(stream.batches(), stream.batches_per_pass)]
     most = max(look["rss"] for look in looks)
-    print(json.dumps({"images": len(dataset.frames) * dataset.frames.bytes, "opened": opened["rss"] - before["rss"], "most": most - before["rss"]}))
+    print(
+        json.dumps(
+            {
+                "images": len(dataset.frames) * dataset.frames.bytes,
+                "opened": opened["rss"] - before["rss"],
+                "most": most - before["rss"],
+            }
+        )
+    )
 
 
 def _image_memory(sizes: list[int]) -> dict:
@@ -108,23 +138,38 @@ def _image_memory(sizes: list[int]) -> dict:
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for steps in sizes:
-            path = write_robomimic(pathlib.Path(folder) / f"{steps}.hdf5", lengths=[IMAGE_LENGTH] * (steps // IMAGE_LENGTH))
+            path = write_robomimic(
+                pathlib.Path(folder) / f"{steps}.hdf5", lengths=[IMAGE_LENGTH] * (steps // IMAGE_LENGTH)
+            )
             code = f"from benchmarks.bench_data import print_memory; print_memory({str(path)!r})"
             # Buffers of this size and more are returned when they are freed, so that what is left is held.
-            done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, cwd=pathlib.Path(__file__).parents[1],
-                                  env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"})
+            done = subprocess.run(
+                [sys.executable, "-c", code],
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+                cwd=pathlib.Path(__file__).parents[1],
+                env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
+            )
             found.append(json.loads(done.stdout.splitlines()[-1]))
     megabytes = lambda key: " / ".join(f"{entry[key] / 1e6:.0f}" for entry in found)
     growth = (found[-1]["most"] - found[0]["most"]) / (found[-1]["images"] - found[0]["images"])
-    return row("memory of an image dataset, growth for each byte of images", 100 * growth, "%", "<= 5",
-               f"{' / '.join(map(str, sizes))} steps with {megabytes('images')} MB of images take {megabytes('opened')} MB once opened, and at most "
-               f"{megabytes('most')} MB during a pass")
+    return row(
+        "memory of an image dataset, growth for each byte of images",
+        100 * growth,
+        "%",
+        "<= 5",
+        f"{' / '.join(map(str, sizes))} steps with {megabytes('images')} MB of images take {megabytes('opened')} MB once opened, and at most "
+        f"{megabytes('most')} MB during a pass",
+    )
 
 
 def _image_share(steps: int, rounds: int, workers: int = 2) -> dict:
     """Waiting for a batch / training step, with worker processes that make batches meanwhile."""
     with tempfile.TemporaryDirectory() as folder:
-        path = write_robomimic(pathlib.Path(folder) / "image_abs.hdf5", lengths=[IMAGE_LENGTH] * (steps // IMAGE_LENGTH))
+        path = write_robomimic(
+            pathlib.Path(folder) / "image_abs.hdf5", lengths=[IMAGE_LENGTH] * (steps // IMAGE_LENGTH)
+        )
         cfg = image_config(str(path))
         dataset = hydra.utils.instantiate(cfg.task.dataset)
         policy = make_policy(cfg.policy, dataset.get_normalizer()).train()
@@ -141,10 +186,17 @@ def _image_share(steps: int, rounds: int, workers: int = 2) -> dict:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-        times = interleaved("data, images", {"fetch": fetch, "step": step, "alone": lambda: next(alone)}, rounds, warmup=2)
-    return row(f"waiting for a batch of images, share of the IDP step, {workers} workers", 100 * ratio(times["fetch"], times["step"]), "%", "<= 5",
-               f"preset=cpu, two cameras, batch {cfg.dataloader.batch_size}: wait {1e3 * times['fetch'].median:.2f} ms, step "
-               f"{times['step'].median:.2f} s; without workers the fetch takes {1e3 * times['alone'].median:.2f} ms; {steps} random steps")
+        times = interleaved(
+            "data, images", {"fetch": fetch, "step": step, "alone": lambda: next(alone)}, rounds, warmup=2
+        )
+    return row(
+        f"waiting for a batch of images, share of the IDP step, {workers} workers",
+        100 * ratio(times["fetch"], times["step"]),
+        "%",
+        "<= 5",
+        f"preset=cpu, two cameras, batch {cfg.dataloader.batch_size}: wait {1e3 * times['fetch'].median:.2f} ms, step "
+        f"{times['step'].median:.2f} s; without workers the fetch takes {1e3 * times['alone'].median:.2f} ms; {steps} random steps",
+    )
 
 
 def run(quick: bool = False) -> list[dict]:

@@ -3,6 +3,7 @@
 Both take the same random actions in the same process, in interleaved rounds, so that whatever else
 the machine does falls on both.
 """
+
 import statistics
 import time
 
@@ -20,10 +21,10 @@ def _gym_pusht():
     try:
         import gym_pusht  # noqa: F401  registers the environment
     except ImportError:
-        print("gym-pusht is not installed, so there is nothing to compare with: "
-              "pip install --no-deps gym-pusht==0.1.8")
+        print("gym-pusht is not installed, so there is nothing to compare with: pip install --no-deps gym-pusht==0.1.8")
         return None
     import gymnasium
+
     return gymnasium.make("gym_pusht/PushT-v0", obs_type="state").unwrapped
 
 
@@ -57,5 +58,12 @@ def measure(rounds: int = ROUNDS, steps: int = STEPS) -> dict:
 def run(quick: bool = False) -> list[dict]:
     result = measure(rounds=3) if quick else measure()
     theirs = result.get("gym_pusht_steps_per_s")
-    return [row("PushT state environment / gym-pusht, steps per second", result.get("ratio"), "x", ">= 1.5",
-                f"ours {result['ours_steps_per_s']:.0f} steps/s, gym-pusht {'not installed' if theirs is None else round(theirs)}")]
+    return [
+        row(
+            "PushT state environment / gym-pusht, steps per second",
+            result.get("ratio"),
+            "x",
+            ">= 1.5",
+            f"ours {result['ours_steps_per_s']:.0f} steps/s, gym-pusht {'not installed' if theirs is None else round(theirs)}",
+        )
+    ]

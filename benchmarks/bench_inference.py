@@ -1,4 +1,5 @@
 """Acting for one observation: what predict_action adds to its network, and Diffusion Policy's sampling beside one call."""
+
 import torch
 
 from benchmarks.common import build, interleaved, ratio, row
@@ -21,9 +22,19 @@ def _overhead(backbone: str, rounds: int) -> dict:
             return policy.model(action, time, global_cond=cond.flatten(1))
         return policy.model(action, time, cond=cond)
 
-    times = interleaved(f"inference, {backbone}", {"policy": lambda: policy.predict_action({"obs": obs}), "bare": bare}, rounds, warmup=20)
-    return row(f"predict_action / bare network call, {backbone}, batch 1", ratio(times["policy"], times["bare"]), "x", "<= 1.15",
-               f"predict_action {1e3 * times['policy'].median:.2f} ms, network {1e3 * times['bare'].median:.2f} ms")
+    times = interleaved(
+        f"inference, {backbone}",
+        {"policy": lambda: policy.predict_action({"obs": obs}), "bare": bare},
+        rounds,
+        warmup=20,
+    )
+    return row(
+        f"predict_action / bare network call, {backbone}, batch 1",
+        ratio(times["policy"], times["bare"]),
+        "x",
+        "<= 1.15",
+        f"predict_action {1e3 * times['policy'].median:.2f} ms, network {1e3 * times['bare'].median:.2f} ms",
+    )
 
 
 def _diffusion(rounds: int) -> dict:
@@ -33,11 +44,17 @@ def _diffusion(rounds: int) -> dict:
     idp = IDPPolicy(model=diffusion.model, obs_as_cond=True, **sizes)
     idp.set_normalizer(diffusion.normalizer)
     obs = {"obs": torch.randn(1, diffusion.n_obs_steps, diffusion.obs_dim)}
-    tasks = {name: lambda policy=policy.eval(): policy.predict_action(obs) for name, policy in (("diffusion", diffusion), ("idp", idp))}
+    tasks = {
+        name: lambda policy=policy.eval(): policy.predict_action(obs)
+        for name, policy in (("diffusion", diffusion), ("idp", idp))
+    }
     times = interleaved("inference, diffusion", tasks, rounds, repeats={"idp": 20})
-    return row(f"Diffusion Policy ({diffusion.num_inference_steps} DDPM steps) / IDP, predict_action, batch 1",
-               ratio(times["diffusion"], times["idp"]), "x",
-               detail=f"Diffusion Policy {1e3 * times['diffusion'].median:.0f} ms, IDP {1e3 * times['idp'].median:.2f} ms")
+    return row(
+        f"Diffusion Policy ({diffusion.num_inference_steps} DDPM steps) / IDP, predict_action, batch 1",
+        ratio(times["diffusion"], times["idp"]),
+        "x",
+        detail=f"Diffusion Policy {1e3 * times['diffusion'].median:.0f} ms, IDP {1e3 * times['idp'].median:.2f} ms",
+    )
 
 
 def run(quick: bool = False) -> list[dict]:

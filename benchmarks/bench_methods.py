@@ -1,4 +1,5 @@
 """The training step of every method beside regression's, on the same network and batch."""
+
 from __future__ import annotations
 
 import pathlib
@@ -17,7 +18,10 @@ BATCHES = {"transformer": 16, "unet": 16, "mlp": 256}
 
 def methods(backbone: str) -> list[str]:
     """All that have a configuration train_<method>_<backbone>_lowdim, regression first."""
-    names = [path.stem.removeprefix("train_").removesuffix(f"_{backbone}_lowdim") for path in sorted(config_dir().glob(f"train_*_{backbone}_lowdim.yaml"))]
+    names = [
+        path.stem.removeprefix("train_").removesuffix(f"_{backbone}_lowdim")
+        for path in sorted(config_dir().glob(f"train_*_{backbone}_lowdim.yaml"))
+    ]
     return ["regression", *(name for name in names if name != "regression")]
 
 
@@ -29,7 +33,14 @@ def step(method: str, backbone: str, folder: pathlib.Path) -> TrainingStep:
         teacher = teacher_config(cfg)
         state = make_policy(teacher.policy).state_dict()
         path = folder / f"{method}_{backbone}.ckpt"
-        checkpoint_io.save({"cfg": OmegaConf.to_container(teacher, resolve=True), "state_dicts": {"model": state, "ema_model": state}, "attributes": {}}, path)
+        checkpoint_io.save(
+            {
+                "cfg": OmegaConf.to_container(teacher, resolve=True),
+                "state_dicts": {"model": state, "ema_model": state},
+                "attributes": {},
+            },
+            path,
+        )
         overrides.append(f"policy.teacher_checkpoint={path}")
     return TrainingStep(config, *overrides, batch=BATCHES[backbone])
 
@@ -41,6 +52,14 @@ def run(quick: bool = False) -> list[dict]:
             steps = {name: step(name, backbone, pathlib.Path(folder)) for name in methods(backbone)}
             times = interleaved(f"methods, {backbone}", steps, 3)
             base = times["regression"]
-            rows += [row(f"{name} step / regression step, {backbone}, batch {BATCHES[backbone]}", ratio(time, base), "x", detail=f"{1000 * time.median:.0f} ms")
-                     for name, time in times.items() if name != "regression"]
+            rows += [
+                row(
+                    f"{name} step / regression step, {backbone}, batch {BATCHES[backbone]}",
+                    ratio(time, base),
+                    "x",
+                    detail=f"{1000 * time.median:.0f} ms",
+                )
+                for name, time in times.items()
+                if name != "regression"
+            ]
     return rows

@@ -1,4 +1,5 @@
 """Point clouds: what a frame of MetaWorld costs and how much of an evaluation that is, ways to sample farthest points, DP3's encoder."""
+
 from __future__ import annotations
 
 import tempfile
@@ -47,19 +48,42 @@ def frames(rounds: int) -> list[dict]:
         seen, *_ = chunks.step(np.zeros((ACTIONS, 4)))
         policy.predict_action({key: torch.from_numpy(value)[None] for key, value in seen.items()})
 
-    tasks = {"render": generator.depth, "back-project, crop": lambda: points_in_view(depth, generator.fovy, view),
-             "sample": lambda: farthest_points(points, POINTS), "cloud": lambda: generator.point_cloud(view, POINTS), "chunk": chunk}
-    tasks |= {"fpsample, exact": lambda: fpsample.fps_sampling(points, POINTS, start_idx=0), "numpy, exact": lambda: exact_farthest(points, POINTS)}
+    tasks = {
+        "render": generator.depth,
+        "back-project, crop": lambda: points_in_view(depth, generator.fovy, view),
+        "sample": lambda: farthest_points(points, POINTS),
+        "cloud": lambda: generator.point_cloud(view, POINTS),
+        "chunk": chunk,
+    }
+    tasks |= {
+        "fpsample, exact": lambda: fpsample.fps_sampling(points, POINTS, start_idx=0),
+        "numpy, exact": lambda: exact_farthest(points, POINTS),
+    }
     times = interleaved("frames", tasks, rounds, repeats={name: 3 for name in tasks if name != "chunk"})
     env.close()
     ms = {name: 1000 * t.median for name, t in times.items()}
     parts = ", ".join(f"{name} {ms[name]:.2f}" for name in ("render", "back-project, crop", "sample"))
     return [
         row(f"point cloud of a frame, {POINTS} of {len(points)} points", ms["cloud"], "ms", None, f"ms: {parts}"),
-        row(f"its share of a step of an evaluation, 2 clouds for {ACTIONS} steps", 200 * cpu_ratio(times["cloud"], times["chunk"]), "%", None,
-            f"a chunk of {ACTIONS} steps with a small IDP policy takes {ms['chunk']:.1f} ms"),
-        row("farthest points, exact with numpy / fpsample's buckets", cpu_ratio(times["numpy, exact"], times["sample"]), "x", "> 1"),
-        row("farthest points, exact with fpsample / its buckets", cpu_ratio(times["fpsample, exact"], times["sample"]), "x", "> 1"),
+        row(
+            f"its share of a step of an evaluation, 2 clouds for {ACTIONS} steps",
+            200 * cpu_ratio(times["cloud"], times["chunk"]),
+            "%",
+            None,
+            f"a chunk of {ACTIONS} steps with a small IDP policy takes {ms['chunk']:.1f} ms",
+        ),
+        row(
+            "farthest points, exact with numpy / fpsample's buckets",
+            cpu_ratio(times["numpy, exact"], times["sample"]),
+            "x",
+            "> 1",
+        ),
+        row(
+            "farthest points, exact with fpsample / its buckets",
+            cpu_ratio(times["fpsample, exact"], times["sample"]),
+            "x",
+            "> 1",
+        ),
     ]
 
 
@@ -67,7 +91,10 @@ def small_policy(obs: dict[str, np.ndarray]):
     """IDP with the small preset, for such observations {key: (To, *shape)}."""
     register_resolvers()
     with hydra.initialize_config_dir(str(config_dir()), version_base=None):
-        cfg = hydra.compose("train_idp_mlp_pointcloud", ["preset=cpu", f"size.pointcloud.num_points={POINTS}", "horizon=16", f"n_action_steps={ACTIONS}"])
+        cfg = hydra.compose(
+            "train_idp_mlp_pointcloud",
+            ["preset=cpu", f"size.pointcloud.num_points={POINTS}", "horizon=16", f"n_action_steps={ACTIONS}"],
+        )
     normalizer = LinearNormalizer()
     normalizer.fit({**{key: torch.from_numpy(value) for key, value in obs.items()}, "action": torch.randn(64, 4)})
     return make_policy(cfg.policy, normalizer).eval()
@@ -77,21 +104,47 @@ def encoder(rounds: int, frames: int, points: int) -> list[dict]:
     """DP3's encoder, forward and backward: through all points, and through those that have a maximum."""
     net = PointNetEncoder()
     clouds = torch.randn(frames, points, 3)
-    tasks = {"all": lambda: net.final_projection(net.mlp(clouds).amax(dim=1)).sum().backward(), "winners": lambda: net(clouds).sum().backward()}
+    tasks = {
+        "all": lambda: net.final_projection(net.mlp(clouds).amax(dim=1)).sum().backward(),
+        "winners": lambda: net(clouds).sum().backward(),
+    }
     times = interleaved("encoder", tasks, rounds)
     memory = {name: peak_bytes(task) for name, task in tasks.items()}
     detail = f"{frames} clouds of {points} points, {net.critical_points(clouds).shape[1]} of them with a maximum"
-    return [row("DP3's encoder, forward and backward, through all points / those that win", cpu_ratio(times["all"], times["winners"]), "x", "> 1", detail),
-            row("its peak memory, the same", memory["all"] / memory["winners"], "x", "> 1", detail)]
+    return [
+        row(
+            "DP3's encoder, forward and backward, through all points / those that win",
+            cpu_ratio(times["all"], times["winners"]),
+            "x",
+            "> 1",
+            detail,
+        ),
+        row("its peak memory, the same", memory["all"] / memory["winners"], "x", "> 1", detail),
+    ]
 
 
 def workers(steps: int, rounds: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
-        rates = {n: steps_per_s(MetaworldRunner(folder, TASK, POINTS, n_test=2 * max(WORKERS), n_test_vis=0, max_steps=steps, n_envs=n), Still(4), rounds)
-                 for n in WORKERS}
-    return row(f"evaluation of MetaWorld, {WORKERS[-1]} workers / 1", rates[WORKERS[-1]] / rates[1], "x", None,
-               ", ".join(f"{n} worker(s) {rate:.0f} steps/s" for n, rate in rates.items()))
+        rates = {
+            n: steps_per_s(
+                MetaworldRunner(folder, TASK, POINTS, n_test=2 * max(WORKERS), n_test_vis=0, max_steps=steps, n_envs=n),
+                Still(4),
+                rounds,
+            )
+            for n in WORKERS
+        }
+    return row(
+        f"evaluation of MetaWorld, {WORKERS[-1]} workers / 1",
+        rates[WORKERS[-1]] / rates[1],
+        "x",
+        None,
+        ", ".join(f"{n} worker(s) {rate:.0f} steps/s" for n, rate in rates.items()),
+    )
 
 
 def run(quick: bool = False) -> list[dict]:
-    return [*frames(3 if quick else 20), *encoder(1 if quick else 4, 16 if quick else 128, POINTS), workers(16 if quick else 80, 1 if quick else 3)]
+    return [
+        *frames(3 if quick else 20),
+        *encoder(1 if quick else 4, 16 if quick else 128, POINTS),
+        workers(16 if quick else 80, 1 if quick else 3),
+    ]

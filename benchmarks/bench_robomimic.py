@@ -2,6 +2,7 @@
 
 A policy that asks for no motion, and costs nothing, is rolled out from the recorded starts; the time of building environments is not counted.
 """
+
 from __future__ import annotations
 
 import json
@@ -14,16 +15,21 @@ import h5py
 import numpy as np
 
 from benchmarks.common import Still, row, steps_per_s
-from diffusion_policy.env.robomimic.robosuite_task import RobosuiteTask
 from diffusion_policy.env.robomimic.robomimic_image_wrapper import RobomimicImageWrapper
+from diffusion_policy.env.robomimic.robosuite_task import RobosuiteTask
 from diffusion_policy.env.robomimic.scripted_experts import TASKS, env_args
 from diffusion_policy.env_runner.robomimic_image_runner import RobomimicImageRunner
 from diffusion_policy.env_runner.robomimic_lowdim_runner import RobomimicLowdimRunner
 from diffusion_policy.gym_util.multistep_wrapper import MultiStepWrapper
 
 WORKERS = (1, 2)
-SHAPE_META = {"obs": {"agentview_image": {"shape": [3, 84, 84], "type": "rgb"}, "robot0_eye_in_hand_image": {"shape": [3, 84, 84], "type": "rgb"},
-                      "robot0_eef_pos": {"shape": [3]}}}
+SHAPE_META = {
+    "obs": {
+        "agentview_image": {"shape": [3, 84, 84], "type": "rgb"},
+        "robot0_eye_in_hand_image": {"shape": [3, 84, 84], "type": "rgb"},
+        "robot0_eef_pos": {"shape": [3]},
+    }
+}
 
 
 def write_dataset(path: pathlib.Path, task: str, action_dim: int) -> str:
@@ -40,9 +46,21 @@ def write_dataset(path: pathlib.Path, task: str, action_dim: int) -> str:
 def evaluation(task: str, workers: int, steps: int, rounds: int, folder: pathlib.Path, images: bool = False) -> float:
     action_dim = 14 if task == "transport" else 7
     path = write_dataset(folder / f"{task}.hdf5", task, action_dim)
-    common = dict(n_train=0, n_train_vis=0, n_test=2 * max(WORKERS), n_test_vis=0, test_start_seed=100000, max_steps=steps, n_envs=workers, vector="async")
-    runner = (RobomimicImageRunner(str(folder), path, SHAPE_META, **common) if images
-              else RobomimicLowdimRunner(str(folder), path, ["object", "robot0_eef_pos"], **common))
+    common = dict(
+        n_train=0,
+        n_train_vis=0,
+        n_test=2 * max(WORKERS),
+        n_test_vis=0,
+        test_start_seed=100000,
+        max_steps=steps,
+        n_envs=workers,
+        vector="async",
+    )
+    runner = (
+        RobomimicImageRunner(str(folder), path, SHAPE_META, **common)
+        if images
+        else RobomimicLowdimRunner(str(folder), path, ["object", "robot0_eef_pos"], **common)
+    )
     return steps_per_s(runner, Still(action_dim), rounds)
 
 
@@ -69,10 +87,28 @@ def run(quick: bool = False) -> list[dict]:
         folder = pathlib.Path(name)
         for task in ("lift",) if quick else TASKS:
             rates = {workers: evaluation(task, workers, steps, rounds, folder) for workers in WORKERS}
-            rows.append(row(f"evaluation of {task} from state, {WORKERS[-1]} workers / 1", rates[WORKERS[-1]] / rates[1], "x", None,
-                            ", ".join(f"{workers} worker(s) {rate:.0f} steps/s" for workers, rate in rates.items())))
-        rates = {workers: evaluation("lift", workers, 16 if quick else 40, 1, folder, images=True) for workers in WORKERS}
-        rows.append(row(f"evaluation of lift from pictures, {WORKERS[-1]} workers / 1", rates[WORKERS[-1]] / rates[1], "x", None,
-                        ", ".join(f"{workers} worker(s) {rate:.1f} steps/s" for workers, rate in rates.items())))
-        rows.append(row("chunk of lift from pictures, all drawn / seen ones drawn", skipping(2 if quick else 8), "x", "> 1"))
+            rows.append(
+                row(
+                    f"evaluation of {task} from state, {WORKERS[-1]} workers / 1",
+                    rates[WORKERS[-1]] / rates[1],
+                    "x",
+                    None,
+                    ", ".join(f"{workers} worker(s) {rate:.0f} steps/s" for workers, rate in rates.items()),
+                )
+            )
+        rates = {
+            workers: evaluation("lift", workers, 16 if quick else 40, 1, folder, images=True) for workers in WORKERS
+        }
+        rows.append(
+            row(
+                f"evaluation of lift from pictures, {WORKERS[-1]} workers / 1",
+                rates[WORKERS[-1]] / rates[1],
+                "x",
+                None,
+                ", ".join(f"{workers} worker(s) {rate:.1f} steps/s" for workers, rate in rates.items()),
+            )
+        )
+        rows.append(
+            row("chunk of lift from pictures, all drawn / seen ones drawn", skipping(2 if quick else 8), "x", "> 1")
+        )
     return rows

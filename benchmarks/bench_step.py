@@ -1,4 +1,5 @@
 """What the objective adds to a training step: IDP and Naive Drifting beside MIP, which is IDP without its geometry."""
+
 from benchmarks.common import TrainingStep, cpu_ratio, interleaved, ratio, row
 
 
@@ -11,8 +12,13 @@ def _compare(backbone: str, batch: int, rounds: int) -> dict:
     for step in steps.values():
         step.warm_up()
     times = interleaved(f"step, {backbone}", steps, rounds)
-    return row(f"IDP step / MIP step, {backbone}, batch {batch}", ratio(times["idp"], times["mip"]), "x", "<= 1.05",
-               f"MIP {times['mip'].median:.3f} s, {rounds} rounds; in processor time {cpu_ratio(times['idp'], times['mip']):.3f} x")
+    return row(
+        f"IDP step / MIP step, {backbone}, batch {batch}",
+        ratio(times["idp"], times["mip"]),
+        "x",
+        "<= 1.05",
+        f"MIP {times['mip'].median:.3f} s, {rounds} rounds; in processor time {cpu_ratio(times['idp'], times['mip']):.3f} x",
+    )
 
 
 def _naive(backbone: str, batch: int, rounds: int) -> dict:
@@ -23,8 +29,12 @@ def _naive(backbone: str, batch: int, rounds: int) -> dict:
     }
     count = steps["naive"].policy.options.gens_per_obs
     times = interleaved(f"naive drifting, {backbone}", steps, rounds)
-    return row(f"Naive Drifting step / MIP step, {backbone}, batch {batch}", ratio(times["naive"], times["mip"]), "x",
-               detail=f"{count} samples per observation; MIP makes 2 network calls")
+    return row(
+        f"Naive Drifting step / MIP step, {backbone}, batch {batch}",
+        ratio(times["naive"], times["mip"]),
+        "x",
+        detail=f"{count} samples per observation; MIP makes 2 network calls",
+    )
 
 
 def run(quick: bool = False) -> list[dict]:

@@ -1,4 +1,5 @@
 """Clocks, a memory meter, rows of the result table, and the policies that are measured."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -9,7 +10,8 @@ import pathlib
 import statistics
 import tempfile
 import time
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import hydra
 import torch
@@ -45,8 +47,9 @@ class Times:
         return statistics.median(self.wall)
 
 
-def interleaved(what: str, tasks: dict[str, Callable[[], Any]], rounds: int, repeats: dict[str, int] | None = None,
-                warmup: int = 1) -> dict[str, Times]:
+def interleaved(
+    what: str, tasks: dict[str, Callable[[], Any]], rounds: int, repeats: dict[str, int] | None = None, warmup: int = 1
+) -> dict[str, Times]:
     """Time the tasks A, B, A, B, ... so that whatever else the machine does falls on all of them.
 
     repeats: how often a task is called in each round; the round's time is the median call.
@@ -101,7 +104,9 @@ def free_bytes() -> float:
     meminfo = pathlib.Path("/proc/meminfo")
     if not meminfo.exists():
         return float("inf")
-    return next(int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
+    return next(
+        int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable")
+    )
 
 
 # ---------------------------------------------------------------------- policies
@@ -123,14 +128,19 @@ def make_policy(section: DictConfig, normalizer: LinearNormalizer | None = None)
     return policy
 
 
-def build(config: str, *overrides: str, obs_dim: int = 19, action_dim: int = 10, normalizer: LinearNormalizer | None = None):
+def build(
+    config: str, *overrides: str, obs_dim: int = 19, action_dim: int = 10, normalizer: LinearNormalizer | None = None
+):
     """(policy, cfg) of a configuration, see `compose`."""
     cfg = compose(config, *overrides, obs_dim=obs_dim, action_dim=action_dim)
     return make_policy(cfg.policy, normalizer), cfg
 
 
 def random_batch(size: int, policy) -> dict[str, torch.Tensor]:
-    return {"obs": torch.randn(size, policy.horizon, policy.obs_dim), "action": torch.randn(size, policy.horizon, policy.action_dim)}
+    return {
+        "obs": torch.randn(size, policy.horizon, policy.obs_dim),
+        "action": torch.randn(size, policy.horizon, policy.action_dim),
+    }
 
 
 class TrainingStep:
@@ -173,7 +183,7 @@ class Still:
 
 def steps_per_s(runner, policy, rounds: int) -> float:
     """Median over rounds of environment steps per second, all workers together."""
-    runner.run(policy)      # builds the environments, compiles what is compiled at first use
+    runner.run(policy)  # builds the environments, compiles what is compiled at first use
     rates = []
     for _ in range(rounds):
         started = time.perf_counter()

@@ -1,4 +1,5 @@
 """Datasets for runs that only need one."""
+
 from __future__ import annotations
 
 import pathlib
@@ -14,14 +15,26 @@ def write_pusht(path: pathlib.Path, episodes: int = 6, length: int = 30, seed: i
     buffer = ReplayBuffer.create_empty_numpy()
     for _ in range(episodes):
         state = np.concatenate([rng.uniform(50, 450, (length, 4)), rng.uniform(0, 2 * np.pi, (length, 1))], axis=1)
-        buffer.add_episode({"state": state.astype(np.float32), "keypoint": rng.uniform(50, 450, (length, 9, 2)).astype(np.float32),
-                            "action": rng.uniform(50, 450, (length, 2)).astype(np.float32)})
+        buffer.add_episode(
+            {
+                "state": state.astype(np.float32),
+                "keypoint": rng.uniform(50, 450, (length, 9, 2)).astype(np.float32),
+                "action": rng.uniform(50, 450, (length, 2)).astype(np.float32),
+            }
+        )
     buffer.save_to_path(str(path))
     return path
 
 
-def write_robomimic(path: pathlib.Path, lengths=(12, 15, 9), cameras=("agentview_image", "robot0_eye_in_hand_image"), size: int = 84, arms: int = 1,
-                    seed: int = 0, **storage) -> pathlib.Path:
+def write_robomimic(
+    path: pathlib.Path,
+    lengths=(12, 15, 9),
+    cameras=("agentview_image", "robot0_eye_in_hand_image"),
+    size: int = 84,
+    arms: int = 1,
+    seed: int = 0,
+    **storage,
+) -> pathlib.Path:
     """A dataset with the keys of robomimic's tasks with images, and noise in them. storage: arguments of h5py's create_dataset."""
     import h5py
 
@@ -38,18 +51,32 @@ def write_robomimic(path: pathlib.Path, lengths=(12, 15, 9), cameras=("agentview
                 for key, width in (("eef_pos", 3), ("eef_quat", 4), ("gripper_qpos", 2)):
                     demo[f"obs/robot{arm}_{key}"] = rng.uniform(-1, 1, (length, width))
             for camera in cameras:
-                demo.create_dataset(f"obs/{camera}", data=rng.integers(0, 256, (length, size, size, 3), dtype=np.uint8), **storage)
+                demo.create_dataset(
+                    f"obs/{camera}", data=rng.integers(0, 256, (length, size, size, 3), dtype=np.uint8), **storage
+                )
     return path
 
 
-def write_point_clouds(path: pathlib.Path, lengths=(12, 9, 14), points: int = 32, state: int = 9, action: int = 4, action_scale: float = 1.0,
-                       imagined: int = 0, broken: bool = False, seed: int = 0) -> pathlib.Path:
+def write_point_clouds(
+    path: pathlib.Path,
+    lengths=(12, 9, 14),
+    points: int = 32,
+    state: int = 9,
+    action: int = 4,
+    action_scale: float = 1.0,
+    imagined: int = 0,
+    broken: bool = False,
+    seed: int = 0,
+) -> pathlib.Path:
     """Demonstrations in DP3's layout with noise in them."""
     rng = np.random.default_rng(seed)
     buffer = ReplayBuffer.create_empty_numpy()
     for length in lengths:
-        episode = {"point_cloud": rng.normal(size=(length, points, 6)), "state": rng.normal(size=(length, state)),
-                   "action": action_scale * rng.uniform(-1, 1, (length, action))}
+        episode = {
+            "point_cloud": rng.normal(size=(length, points, 6)),
+            "state": rng.normal(size=(length, state)),
+            "action": action_scale * rng.uniform(-1, 1, (length, action)),
+        }
         if imagined:
             episode["imagined_robot"] = rng.normal(size=(length, imagined, 3))
         buffer.add_episode({key: value.astype(np.float32) for key, value in episode.items()})

@@ -8,6 +8,7 @@ fills up; their newest checkpoint is damaged. After each fault the run is contin
 lost if weights, EMA, optimiser, schedules, random numbers, counters, scores, the list and the files of the best checkpoints and the log
 of every epoch are then equal, bit for bit, to those of the undisturbed run.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -27,7 +28,8 @@ import sys
 import tempfile
 import time
 import traceback
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import hydra
 import torch
@@ -43,12 +45,25 @@ from diffusion_policy.workspace.train_workspace import TrainWorkspace
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 #: Small networks and few steps, but everything whose state must survive.
-COMMON = ("preset=debug", "training.gradient_accumulate_every=2", "training.steps_per_epoch=6", "training.num_epochs=5", "training.log_every=4",
-          "training.lr_warmup_steps=5", "task.env_runner.max_steps=8", "task.env_runner.n_test_vis=0", "checkpoint.topk.k=2")
+COMMON = (
+    "preset=debug",
+    "training.gradient_accumulate_every=2",
+    "training.steps_per_epoch=6",
+    "training.num_epochs=5",
+    "training.log_every=4",
+    "training.lr_warmup_steps=5",
+    "task.env_runner.max_steps=8",
+    "task.env_runner.n_test_vis=0",
+    "checkpoint.topk.k=2",
+)
 SCENARIOS = {
     "accumulation, dropout, EMA, cosine, ramp": ("train_idp_mlp_lowdim", "size.mlp.p_drop=0.1", "lambda_schedule=ramp"),
     "worker processes": ("train_idp_mlp_lowdim", "size.mlp.p_drop=0.1", "dataloader.num_workers=2"),
-    "moving reference, transformer": ("train_idp_transformer_lowdim", "size.transformer.p_drop_attn=0.1", "policy.reference=ema"),
+    "moving reference, transformer": (
+        "train_idp_transformer_lowdim",
+        "size.transformer.p_drop_attn=0.1",
+        "policy.reference=ema",
+    ),
     "random crops of images": ("train_idp_mlp_image",),
     "teacher, then student": ("train_consistency_mlp_lowdim", "training.num_epochs=2"),
 }
@@ -82,7 +97,7 @@ def in_child(action: Callable[[], Any], log: pathlib.Path, seconds: float = 300)
         try:
             action()
             code = 0
-        except BaseException:       # the child ends here, whatever happened
+        except BaseException:  # the child ends here, whatever happened
             traceback.print_exc()
         finally:
             sys.stdout.flush()
@@ -121,8 +136,13 @@ class _CountingFile:
 
 #: Where a run can be hit: what is called there.
 POINTS = {
-    "in a checkpoint file": (torch, "save"), "before a flush": (os, "fsync"), "between two renames": (os, "link"), "before a rename": (os, "replace"),
-    "before an old best one is removed": (os, "remove"), "while logging": (JsonLogger, "log"), "in a step": (torch.optim.AdamW, "step"),
+    "in a checkpoint file": (torch, "save"),
+    "before a flush": (os, "fsync"),
+    "between two renames": (os, "link"),
+    "before a rename": (os, "replace"),
+    "before an old best one is removed": (os, "remove"),
+    "while logging": (JsonLogger, "log"),
+    "in a step": (torch.optim.AdamW, "step"),
     "in an evaluation": (TrainWorkspace, "_action_error"),
 }
 
@@ -142,6 +162,7 @@ def hit_at(point: str, number: int, hit: Callable[[], None], rng: random.Random)
                 else:
                     hit()
             return originals[name](*args, **kwargs)
+
         return call
 
     for name, (owner, attribute) in POINTS.items():
@@ -165,7 +186,9 @@ def damage(path: pathlib.Path, rng: random.Random) -> str:
     """Flip a bit, cut off the end, empty the file, or overwrite a stretch of it; returns which."""
     content = bytearray(path.read_bytes())
     how = rng.choice(["a flipped bit", "cut short", "emptied", "overwritten"])
-    place = rng.randrange(len(content) // 8, len(content) * 7 // 8)     # among the records, not in the directory at the end
+    place = rng.randrange(
+        len(content) // 8, len(content) * 7 // 8
+    )  # among the records, not in the directory at the end
     if how == "a flipped bit":
         content[place] ^= 1 << rng.randrange(8)
     elif how == "cut short":
@@ -198,7 +221,9 @@ def differences(run: pathlib.Path, reference: pathlib.Path) -> list[str]:
         out.append(f"best checkpoints {sorted(checkpoints[0])} instead of {sorted(checkpoints[1])}")
     for name in ("latest.ckpt", *sorted(checkpoints[0] & checkpoints[1])):
         one, other = (checkpoint_io.load(folder / "checkpoints" / name) for folder in (run, reference))
-        out += [f"{name}: {state}" for state in STATES if not equal(one["state_dicts"][state], other["state_dicts"][state])]
+        out += [
+            f"{name}: {state}" for state in STATES if not equal(one["state_dicts"][state], other["state_dicts"][state])
+        ]
         if one["attributes"] != other["attributes"]:
             out.append(f"{name}: attributes {one['attributes']} instead of {other['attributes']}")
     # Losses between records depend on where a run was cut; the end of each epoch does not.
@@ -223,13 +248,17 @@ class Trials:
         self.cfg, self.arguments = compose(scenario, write_pusht(folder / "pusht.zarr"))
         self.reference = folder / "undisturbed"
         self.log = folder / "log.txt"
-        self.counts: collections.Counter = collections.Counter()    # calls at each point in an undisturbed run
-        self.faults: collections.Counter = collections.Counter()    # what was done, how often
+        self.counts: collections.Counter = collections.Counter()  # calls at each point in an undisturbed run
+        self.faults: collections.Counter = collections.Counter()  # what was done, how often
         self.lost: list[str] = []
         self.runs = 0
 
         # In this process: its children then find everything imported.
-        with open(self.log, "a") as log, contextlib.redirect_stdout(log), hit_at("nowhere", -1, die, self.rng) as counts:
+        with (
+            open(self.log, "a") as log,
+            contextlib.redirect_stdout(log),
+            hit_at("nowhere", -1, die, self.rng) as counts,
+        ):
             train(self.cfg, self.reference)
         self.counts.update(counts)
 
@@ -271,7 +300,12 @@ class Trials:
                     if bar is not None:
                         bar.update()
                 latest = run / "checkpoints/latest.ckpt"
-                if self.runs % 2 and latest.is_file() and (run / "checkpoints/previous.ckpt").is_file() and "damaged" not in history:
+                if (
+                    self.runs % 2
+                    and latest.is_file()
+                    and (run / "checkpoints/previous.ckpt").is_file()
+                    and "damaged" not in history
+                ):
                     self.faults[f"newest checkpoint {damage(latest, self.rng)}"] += 1
                     history.append("damaged")
             self.check(run, ", ".join(history))
@@ -293,7 +327,9 @@ class Trials:
 
             code = in_child(full, self.log)
             if code != 7:
-                self.lost.append(f"{run.name}: without space {point} the run ended with {code}, not with a StorageError")
+                self.lost.append(
+                    f"{run.name}: without space {point} the run ended with {code}, not with a StorageError"
+                )
             self.faults[f"no space {point}"] += 1
             self.check(run, f"no space {point}")
 
@@ -327,8 +363,13 @@ class Trials:
         self._must_end_well(in_child(lambda: train(cfg, reference), self.log))
         while done < number:
             with open(self.log, "a") as log:
-                process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *arguments, f"hydra.run.dir={run}"], cwd=ROOT, env=environment,
-                                           stdout=log, stderr=subprocess.STDOUT)
+                process = subprocess.Popen(
+                    [sys.executable, str(ROOT / "train.py"), *arguments, f"hydra.run.dir={run}"],
+                    cwd=ROOT,
+                    env=environment,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
                 how = signal.SIGTERM if done % 5 == 4 else signal.SIGKILL
                 before = _size(run / "logs.json.txt")
                 while process.poll() is None and _size(run / "logs.json.txt") == before:
@@ -353,13 +394,21 @@ def _size(path: pathlib.Path) -> int:
 
 # ---------------------------------------------------------------------- the command
 def table(faults: dict[str, int]) -> str:
-    return "\n".join(["| fault | times |", "|---|---|", *(f"| {what} | {count} |" for what, count in sorted(faults.items()))])
+    return "\n".join(
+        ["| fault | times |", "|---|---|", *(f"| {what} | {count} |" for what, count in sorted(faults.items()))]
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Disturb training runs, continue them, and compare with undisturbed ones.")
-    parser.add_argument("--kills", type=int, default=100, help="SIGKILLs at chosen points, over all scenarios (default 100)")
-    parser.add_argument("--commands", type=int, default=20, help="signals to real train.py processes at random moments (default 20)")
+    parser = argparse.ArgumentParser(
+        description="Disturb training runs, continue them, and compare with undisturbed ones."
+    )
+    parser.add_argument(
+        "--kills", type=int, default=100, help="SIGKILLs at chosen points, over all scenarios (default 100)"
+    )
+    parser.add_argument(
+        "--commands", type=int, default=20, help="signals to real train.py processes at random moments (default 20)"
+    )
     parser.add_argument("--scenarios", nargs="*", default=list(SCENARIOS), help="which of the scenarios (default: all)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=pathlib.Path, default=ROOT / "results/reliability/faults.json")
@@ -395,10 +444,16 @@ def main() -> None:
         sums.update(counts)
     result = {
         "command": f"python -m benchmarks.faults --kills {options.kills} --commands {options.commands} --seed {options.seed}",
-        "kills": sum(count for what, count in sums.items() if "killed" in what or "SIGKILL" in what), "faults": sum(sums.values()), "runs": runs,
-        "lost": lost, "by_scenario": faults, "versions": checkpoint_io.versions(),
+        "kills": sum(count for what, count in sums.items() if "killed" in what or "SIGKILL" in what),
+        "faults": sum(sums.values()),
+        "runs": runs,
+        "lost": lost,
+        "by_scenario": faults,
+        "versions": checkpoint_io.versions(),
     }
-    checkpoint_io.write_atomically(options.output, lambda file: file.write((json.dumps(result, indent=2) + "\n").encode()))
+    checkpoint_io.write_atomically(
+        options.output, lambda file: file.write((json.dumps(result, indent=2) + "\n").encode())
+    )
     print(table(sums))
     print(f"{result['faults']} faults, {result['kills']} of them SIGKILL, in {runs} runs; lost: {len(lost)}")
     sys.exit("\n".join(lost) if lost else 0)

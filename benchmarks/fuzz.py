@@ -8,6 +8,7 @@ A case ends in a clear error, or in a read that is right by the target's oracle.
 value, a payload that ran (it would create a file), a crash, a hang, memory that grows. Cases run in a worker process that is replaced
 when it dies; each is made from (target, seed, number) alone.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -25,20 +26,21 @@ import sys
 import tempfile
 import time
 import traceback
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 from tqdm import tqdm
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 #: Cases of each target by default. What is slow gets fewer.
 CASES = {"zarr": 4500, "hdf5": 3000, "checkpoint": 1800, "overrides": 600, "observations": 1800}
-CPU_SECONDS = 20.0          # for one case; the slowest take one or two
-WALL_SECONDS = 300.0        # for one that waits, for a pipe for instance; other work on the machine must not look like that
-START_SECONDS = 1200.0      # for imports and making the good inputs
-GROWTH_BYTES = 400e6        # of resident memory, in one case
-ADDRESS_BYTES = 3e9         # that a worker may map beyond what it has when it starts
-SCRATCH = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None     # in memory: a case writes a dozen small files
-RESTART_AFTER = 2000        # cases, so that leaks in libraries do not add up
+CPU_SECONDS = 20.0  # for one case; the slowest take one or two
+WALL_SECONDS = 300.0  # for one that waits, for a pipe for instance; other work on the machine must not look like that
+START_SECONDS = 1200.0  # for imports and making the good inputs
+GROWTH_BYTES = 400e6  # of resident memory, in one case
+ADDRESS_BYTES = 3e9  # that a worker may map beyond what it has when it starts
+SCRATCH = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # in memory: a case writes a dozen small files
+RESTART_AFTER = 2000  # cases, so that leaks in libraries do not add up
 
 
 class Finding(Exception):
@@ -51,7 +53,7 @@ def worker() -> None:
     from benchmarks.fuzz_targets import load
 
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)       # whatever else is printed is no answer
+    os.dup2(2, 1)  # whatever else is printed is no answer
 
     def say(**answer: Any) -> None:
         answers.write(json.dumps(answer) + "\n")
@@ -99,8 +101,11 @@ def judged(target: Any, value: Any, canary: pathlib.Path) -> dict[str, Any]:
         outcome, finding = target.check(value), None
     except Finding as error:
         outcome, finding = "finding", str(error)
-    except BaseException as error:      # also SystemExit and KeyboardInterrupt, which no reader may raise
-        outcome, finding = "finding", f"{type(error).__name__}: {error}\n" + "".join(traceback.format_tb(error.__traceback__)[-6:])
+    except BaseException as error:  # also SystemExit and KeyboardInterrupt, which no reader may raise
+        outcome, finding = (
+            "finding",
+            f"{type(error).__name__}: {error}\n" + "".join(traceback.format_tb(error.__traceback__)[-6:]),
+        )
     if canary.exists():
         canary.unlink()
         outcome, finding = "finding", "a payload ran: the canary file was created"
@@ -134,7 +139,7 @@ class Worker:
     def __init__(self, wall_seconds: float = WALL_SECONDS):
         self.wall_seconds, self.process, self.served = wall_seconds, None, 0
 
-    def __enter__(self) -> "Worker":
+    def __enter__(self) -> Worker:
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -163,9 +168,20 @@ class Worker:
     def _job(self, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if self.process is None or self.served > RESTART_AFTER:
             self.stop()
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "SDL_VIDEODRIVER": "dummy"}
-            self.process = subprocess.Popen([sys.executable, "-m", "benchmarks.fuzz", "--worker"], cwd=ROOT, env=environment,
-                                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            environment = {
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "OMP_WAIT_POLICY": "PASSIVE",
+                "SDL_VIDEODRIVER": "dummy",
+            }
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.fuzz", "--worker"],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
             self.served, self.text = 0, b""
         self.process.stdin.write(json.dumps(job).encode() + b"\n")
         self.process.stdin.flush()
@@ -178,8 +194,16 @@ class Worker:
                 self.process.stdout.close()
                 self.process = None
                 if began is None:
-                    raise RuntimeError(f"the worker for {job} did not start a case: {answer}, exit code {code}; --reproduce shows why")
-                what = answer if answer == "hang" else f"crash (signal {-code})" if code < 0 else f"crash (exit code {code})"
+                    raise RuntimeError(
+                        f"the worker for {job} did not start a case: {answer}, exit code {code}; --reproduce shows why"
+                    )
+                what = (
+                    answer
+                    if answer == "hang"
+                    else f"crash (signal {-code})"
+                    if code < 0
+                    else f"crash (exit code {code})"
+                )
                 yield {"number": began, "outcome": "finding", "seconds": 0.0, "finding": what, "input": ""}
                 return
             if "done" in answer:
@@ -229,16 +253,28 @@ def fuzz(cases: dict[str, int], seed: int = 0) -> dict[str, Any]:
                 counts[target][answer["outcome"]] += 1
                 slowest[target] = max(slowest[target], (answer["seconds"], answer["number"]))
                 if "finding" in answer:
-                    findings.append({"target": target, "seed": seed, **{key: answer[key] for key in ("number", "finding", "input")}})
-                    tqdm.write(f"finding in {target} {seed} {answer['number']}: {answer['finding'].splitlines()[0][:200]}", file=sys.stderr)
+                    findings.append(
+                        {"target": target, "seed": seed, **{key: answer[key] for key in ("number", "finding", "input")}}
+                    )
+                    tqdm.write(
+                        f"finding in {target} {seed} {answer['number']}: {answer['finding'].splitlines()[0][:200]}",
+                        file=sys.stderr,
+                    )
                 bar.set_postfix_str(f"{target}, {len(findings)} findings", refresh=False)
                 bar.update()
             seconds[target] = time.monotonic() - started
     return {
         "cases": sum(cases.values()),
         "findings": findings,
-        "targets": {target: {"cases": cases[target], "outcomes": dict(counts[target].most_common()), "seconds": round(seconds[target], 1),
-                             "slowest_case": {"seconds": round(slowest[target][0], 3), "number": slowest[target][1]}} for target in cases},
+        "targets": {
+            target: {
+                "cases": cases[target],
+                "outcomes": dict(counts[target].most_common()),
+                "seconds": round(seconds[target], 1),
+                "slowest_case": {"seconds": round(slowest[target][0], 3), "number": slowest[target][1]},
+            }
+            for target in cases
+        },
     }
 
 
@@ -270,13 +306,18 @@ def reproduce(target: str, seed: int, number: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fuzz", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--targets", default=",".join(CASES), help="comma-separated (default: all)")
-    parser.add_argument("--cases", type=int, help="cases in all, shared out as by default (default: %d)" % sum(CASES.values()))
+    parser.add_argument(
+        "--cases", type=int, help="cases in all, shared out as by default (default: %d)" % sum(CASES.values())
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", help="a JSON file for the result")
-    parser.add_argument("--reproduce", nargs=3, metavar=("TARGET", "SEED", "NUMBER"), help="run one case here, with its traceback")
+    parser.add_argument(
+        "--reproduce", nargs=3, metavar=("TARGET", "SEED", "NUMBER"), help="run one case here, with its traceback"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.worker:
@@ -295,7 +336,9 @@ def main(arguments: list[str] | None = None) -> None:
         path = pathlib.Path(options.output)
         path.parent.mkdir(parents=True, exist_ok=True)
         command = "python -m benchmarks.fuzz " + shlex.join(sys.argv[1:] if arguments is None else arguments)
-        path.write_text(json.dumps({"command": command, "seed": options.seed, "versions": versions(), **result}, indent=2) + "\n")
+        path.write_text(
+            json.dumps({"command": command, "seed": options.seed, "versions": versions(), **result}, indent=2) + "\n"
+        )
     print(f"{result['cases']} cases, {len(result['findings'])} findings")
     sys.exit(1 if result["findings"] else 0)
 

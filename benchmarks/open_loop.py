@@ -6,6 +6,7 @@ The run must have held episodes out (task.dataset.val_ratio=0.1). Written are, f
 variance of the executed actions that the policy explains, 1 - MSE / variance: 1 is perfect, 0 is what predicting the mean action gives.
 It says that a policy has learned, not that it succeeds.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -46,11 +47,19 @@ def main() -> None:
     held_out = dataset.get_validation_dataset()
     if not len(held_out):
         parser.error("the run held no episodes out: train with task.dataset.val_ratio=0.1")
-    result = {"task": cfg.task.name, "config": cfg.name, "steps": payload["attributes"]["global_step"], "seed": cfg.training.seed,
-              "windows": {"training": len(dataset), "held out": len(held_out)},
-              "explained": {"training": explained(policy, dataset), "held out": explained(policy, held_out)}, "versions": checkpoint_io.versions()}
+    result = {
+        "task": cfg.task.name,
+        "config": cfg.name,
+        "steps": payload["attributes"]["global_step"],
+        "seed": cfg.training.seed,
+        "windows": {"training": len(dataset), "held out": len(held_out)},
+        "explained": {"training": explained(policy, dataset), "held out": explained(policy, held_out)},
+        "versions": checkpoint_io.versions(),
+    }
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint_io.write_atomically(options.output, lambda file: file.write((json.dumps(result, indent=2) + "\n").encode()))
+    checkpoint_io.write_atomically(
+        options.output, lambda file: file.write((json.dumps(result, indent=2) + "\n").encode())
+    )
     print(json.dumps(result["explained"]))
 
 

@@ -6,6 +6,7 @@ Starts `python train.py` on a tiny model with everything that a run can have (va
 video, checkpoints, EMA, a data loader process), reads /proc about it and its children every second, and judges one number an epoch:
 the median over the middle of the epoch, when nothing but training goes on. Needs Linux.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -27,26 +28,50 @@ from benchmarks.data import write_pusht
 from diffusion_policy.common.checkpoint_io import write_atomically
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-FULL_RUN = 300_000      # steps of the paper's protocol, to which growth is projected
-LIMIT = 0.05            # of the memory in use, that a full run may gain
-THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}       # a tiny model gains nothing from more, and a busy machine loses much
-MIDDLE = (0.2, 0.8)     # part of an epoch in which neither evaluation nor checkpoint is under way
+FULL_RUN = 300_000  # steps of the paper's protocol, to which growth is projected
+LIMIT = 0.05  # of the memory in use, that a full run may gain
+THREADS = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}  # a tiny model gains nothing from more, and a busy machine loses much
+MIDDLE = (0.2, 0.8)  # part of an epoch in which neither evaluation nor checkpoint is under way
 #: Judged. PSS and USS are recorded, not judged: a page weighs more in them once fewer processes share it, which no process caused by
 #: asking for memory. Pages of libraries do when another program ends, and pages that a fork shared do when either side writes to them.
-MEMORY = {"rss": "resident memory of the training process", "anonymous": "of it, memory that is no file's",
-          "tree_anonymous": "memory that is no file's, sum over all processes"}
-COUNTS = {"handles": "file handles of the training process", "threads": "threads of the training process",
-          "tree_handles": "file handles of all processes", "tree_processes": "processes"}
+MEMORY = {
+    "rss": "resident memory of the training process",
+    "anonymous": "of it, memory that is no file's",
+    "tree_anonymous": "memory that is no file's, sum over all processes",
+}
+COUNTS = {
+    "handles": "file handles of the training process",
+    "threads": "threads of the training process",
+    "tree_handles": "file handles of all processes",
+    "tree_processes": "processes",
+}
 
 
 # ---------------------------------------------------------------------- the run
 def overrides(steps: int, epoch: int) -> list[str]:
-    training = {"device": "cpu", "steps_per_epoch": epoch, "num_epochs": steps // epoch, "log_every": max(1, epoch // 20), "val_every": 1,
-                "sample_every": 1, "rollout_every": 1, "checkpoint_every": 1, "max_val_steps": "null"}
+    training = {
+        "device": "cpu",
+        "steps_per_epoch": epoch,
+        "num_epochs": steps // epoch,
+        "log_every": max(1, epoch // 20),
+        "val_every": 1,
+        "sample_every": 1,
+        "rollout_every": 1,
+        "checkpoint_every": 1,
+        "max_val_steps": "null",
+    }
     rollouts = {"n_test": 4, "n_test_vis": 1, "max_steps": 40, "n_envs": 2}
-    return ["preset=debug", "task.dataset.val_ratio=0.2", "dataloader.num_workers=1",
-            *(f"training.{key}={value}" for key, value in training.items()),
-            *(f"task.env_runner.{key}={value}" for key, value in rollouts.items()), "+task.env_runner.vector=async"]
+    return [
+        "preset=debug",
+        "task.dataset.val_ratio=0.2",
+        "dataloader.num_workers=1",
+        *(f"training.{key}={value}" for key, value in training.items()),
+        *(f"task.env_runner.{key}={value}" for key, value in rollouts.items()),
+        "+task.env_runner.vector=async",
+    ]
 
 
 # ---------------------------------------------------------------------- the watch
@@ -56,7 +81,7 @@ def tree(root: int) -> list[int]:
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
         try:
             children.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(int(stat.parent.name))
-        except OSError:     # ended meanwhile
+        except OSError:  # ended meanwhile
             continue
     found = [root]
     for pid in found:
@@ -67,12 +92,20 @@ def tree(root: int) -> list[int]:
 def measure(pid: int) -> dict[str, int]:
     """Bytes of memory, open files and threads of one process."""
     folder = pathlib.Path(f"/proc/{pid}")
-    kilobytes = {name: int(rest.split()[0]) for name, _, rest in
-                 (line.partition(":") for line in (folder / "smaps_rollup").read_text().splitlines()[1:])}
-    return {"rss": 1024 * kilobytes["Rss"], "anonymous": 1024 * kilobytes["Anonymous"], "pss": 1024 * kilobytes["Pss"],
-            "uss": 1024 * (kilobytes["Private_Clean"] + kilobytes["Private_Dirty"]),
-            "pss_anonymous": 1024 * kilobytes["Pss_Anon"], "pss_shared_memory": 1024 * kilobytes["Pss_Shmem"],
-            "handles": len(os.listdir(folder / "fd")), "threads": len(os.listdir(folder / "task"))}
+    kilobytes = {
+        name: int(rest.split()[0])
+        for name, _, rest in (line.partition(":") for line in (folder / "smaps_rollup").read_text().splitlines()[1:])
+    }
+    return {
+        "rss": 1024 * kilobytes["Rss"],
+        "anonymous": 1024 * kilobytes["Anonymous"],
+        "pss": 1024 * kilobytes["Pss"],
+        "uss": 1024 * (kilobytes["Private_Clean"] + kilobytes["Private_Dirty"]),
+        "pss_anonymous": 1024 * kilobytes["Pss_Anon"],
+        "pss_shared_memory": 1024 * kilobytes["Pss_Shmem"],
+        "handles": len(os.listdir(folder / "fd")),
+        "threads": len(os.listdir(folder / "task")),
+    }
 
 
 def sample(root: int) -> dict[str, int]:
@@ -82,10 +115,13 @@ def sample(root: int) -> dict[str, int]:
     for pid in tree(root)[1:]:
         try:
             others.append(measure(pid))
-        except (OSError, KeyError, IndexError):     # ended meanwhile
+        except (OSError, KeyError, IndexError):  # ended meanwhile
             continue
     every = [own, *others]
-    sums = {f"tree_{key}": sum(m[key] for m in every) for key in ("anonymous", "pss_anonymous", "pss_shared_memory", "pss", "handles")}
+    sums = {
+        f"tree_{key}": sum(m[key] for m in every)
+        for key in ("anonymous", "pss_anonymous", "pss_shared_memory", "pss", "handles")
+    }
     return {**own, **sums, "tree_processes": len(every)}
 
 
@@ -104,13 +140,21 @@ def watch(command: list[str], run: pathlib.Path, interval: float) -> list[dict[s
     samples = []
     start = time.monotonic()
     environment = {**os.environ, **THREADS}
-    with open(run / "output.txt", "w") as output, \
-            subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT) as process:
+    with (
+        open(run / "output.txt", "w") as output,
+        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT) as process,
+    ):
         try:
             while process.poll() is None:
                 try:
-                    samples.append({"seconds": time.monotonic() - start, "step": logged_step(run / "logs.json.txt"), **sample(process.pid)})
-                except (OSError, KeyError):     # it ended meanwhile
+                    samples.append(
+                        {
+                            "seconds": time.monotonic() - start,
+                            "step": logged_step(run / "logs.json.txt"),
+                            **sample(process.pid),
+                        }
+                    )
+                except (OSError, KeyError):  # it ended meanwhile
                     continue
                 time.sleep(interval)
         except BaseException:
@@ -129,8 +173,14 @@ def by_epoch(samples: list[dict[str, float]], epoch: int) -> list[dict[str, floa
         number, position = divmod(s["step"], epoch)
         if MIDDLE[0] * epoch <= position <= MIDDLE[1] * epoch:
             groups.setdefault(number, []).append(s)
-    return [{"epoch": number, "samples": len(group), **{key: statistics.median_low(s[key] for s in group) for key in group[0]}}
-            for number, group in sorted(groups.items())]
+    return [
+        {
+            "epoch": number,
+            "samples": len(group),
+            **{key: statistics.median_low(s[key] for s in group) for key in group[0]},
+        }
+        for number, group in sorted(groups.items())
+    ]
 
 
 def slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
@@ -150,23 +200,38 @@ def judge(epochs: list[dict[str, float]]) -> dict[str, Any]:
         value, error = slope(x, np.array([row[key] for row in late]))
         level = statistics.mean(row[key] for row in late)
         memory[key] = {
-            "what": what, "bytes": round(level), "bytes_per_step": value, "standard_error": error, "points": len(late),
+            "what": what,
+            "bytes": round(level),
+            "bytes_per_step": value,
+            "standard_error": error,
+            "points": len(late),
             "growth_per_300k_steps": value * FULL_RUN / level,
             "flat": value * FULL_RUN < LIMIT * level or value < 2 * error,
         }
     counts = {}
     for key, what in COUNTS.items():
-        values = [row[key] for row in epochs if row["epoch"] >= 1]      # the first evaluation starts the environments' processes
+        values = [
+            row[key] for row in epochs if row["epoch"] >= 1
+        ]  # the first evaluation starts the environments' processes
         third = max(1, len(values) // 3)
         # The smallest: a handle that is under way between processes when they are counted is no leak.
         first, last = min(values[:third]), min(values[-third:])
-        counts[key] = {"what": what, "min": min(values), "max": max(values), "first_third": first, "last_third": last,
-                       "constant": last <= first}
-    return {"memory": memory, "counts": counts,
-            "ok": all(m["flat"] for m in memory.values()) and all(c["constant"] for c in counts.values()),
-            "limits": f"memory: least squares over the second half, one point an epoch, is flat if a run of {FULL_RUN} steps would gain "
-                      f"less than {LIMIT:.0%} or the slope is below twice its standard error; counts: the smallest of the last third of "
-                      "the epochs is not above that of the first"}
+        counts[key] = {
+            "what": what,
+            "min": min(values),
+            "max": max(values),
+            "first_third": first,
+            "last_third": last,
+            "constant": last <= first,
+        }
+    return {
+        "memory": memory,
+        "counts": counts,
+        "ok": all(m["flat"] for m in memory.values()) and all(c["constant"] for c in counts.values()),
+        "limits": f"memory: least squares over the second half, one point an epoch, is flat if a run of {FULL_RUN} steps would gain "
+        f"less than {LIMIT:.0%} or the slope is below twice its standard error; counts: the smallest of the last third of "
+        "the epochs is not above that of the first",
+    }
 
 
 def draw(samples: list[dict[str, float]], epochs: list[dict[str, float]], path: pathlib.Path) -> None:
@@ -178,8 +243,14 @@ def draw(samples: list[dict[str, float]], epochs: list[dict[str, float]], path: 
     left, right = figure.subplots(1, 2)
     steps = [s["step"] for s in samples]
     for key, what in MEMORY.items():
-        dots, = left.plot(steps, [s[key] / 2**20 for s in samples], ".", markersize=1, alpha=0.3)
-        left.plot([row["step"] for row in epochs], [row[key] / 2**20 for row in epochs], color=dots.get_color(), linewidth=1, label=what)
+        (dots,) = left.plot(steps, [s[key] / 2**20 for s in samples], ".", markersize=1, alpha=0.3)
+        left.plot(
+            [row["step"] for row in epochs],
+            [row[key] / 2**20 for row in epochs],
+            color=dots.get_color(),
+            linewidth=1,
+            label=what,
+        )
     for key, what in COUNTS.items():
         right.plot([row["step"] for row in epochs], [row[key] for row in epochs], linewidth=1, label=what)
     left.set(xlabel="step", ylabel="MiB", ylim=(0, None), title="memory")
@@ -200,18 +271,31 @@ def soak(steps: int, epoch: int, folder: pathlib.Path, interval: float = 1.0) ->
     epochs = by_epoch(samples, epoch)
     if len(epochs) < 4 or epochs[-1]["epoch"] + 1 < steps // epoch - 1:
         sys.exit(f"only {len(epochs)} of {steps // epoch} epochs could be sampled: make them longer")
-    report = {"training": " ".join([*(f"{key}={value}" for key, value in THREADS.items()), "python", *command[1:]]),
-              "steps": steps, "steps_per_epoch": epoch, "seconds": round(samples[-1]["seconds"]), "samples": len(samples), **judge(epochs)}
+    report = {
+        "training": " ".join([*(f"{key}={value}" for key, value in THREADS.items()), "python", *command[1:]]),
+        "steps": steps,
+        "steps_per_epoch": epoch,
+        "seconds": round(samples[-1]["seconds"]),
+        "samples": len(samples),
+        **judge(epochs),
+    }
     return report, samples, epochs
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=50_000)
-    parser.add_argument("--epoch", type=int, default=1000, help="steps from evaluation to evaluation (default: %(default)s)")
+    parser.add_argument(
+        "--epoch", type=int, default=1000, help="steps from evaluation to evaluation (default: %(default)s)"
+    )
     parser.add_argument("--interval", type=float, default=1.0, help="seconds between samples (default: %(default)s)")
-    parser.add_argument("--output", default="results/reliability/soak.json", help="the JSON; a figure goes beside it (default: %(default)s)")
+    parser.add_argument(
+        "--output",
+        default="results/reliability/soak.json",
+        help="the JSON; a figure goes beside it (default: %(default)s)",
+    )
     arguments = parser.parse_args(argv)
     output = pathlib.Path(arguments.output)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -222,11 +306,15 @@ def main(argv: list[str] | None = None) -> None:
     text = json.dumps({"command": command.strip(), **machine(), **report, "epochs": epochs}, indent=1)
     write_atomically(output, lambda file: file.write(text.encode()))
     for m in report["memory"].values():
-        print(f"{m['what']}: {m['bytes'] / 2**20:.0f} MiB, {m['bytes_per_step']:+.1f} +- {m['standard_error']:.1f} bytes a step, "
-              f"{m['growth_per_300k_steps']:+.1%} in {FULL_RUN} steps: {'flat' if m['flat'] else 'GROWS'}")
+        print(
+            f"{m['what']}: {m['bytes'] / 2**20:.0f} MiB, {m['bytes_per_step']:+.1f} +- {m['standard_error']:.1f} bytes a step, "
+            f"{m['growth_per_300k_steps']:+.1%} in {FULL_RUN} steps: {'flat' if m['flat'] else 'GROWS'}"
+        )
     for c in report["counts"].values():
-        print(f"{c['what']}: {c['first_third']:g} at first, {c['last_third']:g} at the end ({c['min']:g} to {c['max']:g}): "
-              f"{'constant' if c['constant'] else 'GROWS'}")
+        print(
+            f"{c['what']}: {c['first_third']:g} at first, {c['last_third']:g} at the end ({c['min']:g} to {c['max']:g}): "
+            f"{'constant' if c['constant'] else 'GROWS'}"
+        )
     print(f"written to {output}")
     sys.exit(0 if report["ok"] else 1)
 

@@ -8,6 +8,7 @@ started again at any time: what is finished is not repeated, what was interrupte
 very command made are kept. `eval: null` takes the scores from the evaluations during training instead of one after it. Times are measured
 at the end, one run after the other.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -21,7 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import yaml
@@ -47,22 +49,48 @@ def run(study: dict[str, Any], entry: dict[str, Any], threads: int) -> dict[str,
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(ROOT)}
     train = train_command(study, entry)
     with open(folder / "study.log", "a") as log:
+
         def call(*command: str) -> None:
-            subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True)
+            subprocess.run(
+                [sys.executable, *command], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True
+            )
 
         if not (folder / "summary.json").is_file():
             call(*train, "training.resume=true", f"hydra.run.dir={folder}")
         if evaluates(study) and not (folder / "eval/eval_log.json").is_file():
-            call("eval.py", "--checkpoint", str(folder / "checkpoints/latest.ckpt"), "--output_dir", str(folder / "eval"), "--device", "cpu",
-                 *study.get("eval", []), *entry.get("eval", []))
+            call(
+                "eval.py",
+                "--checkpoint",
+                str(folder / "checkpoints/latest.ckpt"),
+                "--output_dir",
+                str(folder / "eval"),
+                "--device",
+                "cpu",
+                *study.get("eval", []),
+                *entry.get("eval", []),
+            )
     summary = json.loads((folder / "summary.json").read_text())
     times = json.loads((folder / "times.json").read_text()) if (folder / "times.json").is_file() else {}
-    row = {"name": entry["name"], "command": f"python {' '.join(train)}", "best_evaluation": summary["best_score"], "steps": summary["steps"],
-           **{key: times.get(key) for key in ("step_ms", "inference_ms", "nfe")}}
+    row = {
+        "name": entry["name"],
+        "command": f"python {' '.join(train)}",
+        "best_evaluation": summary["best_score"],
+        "steps": summary["steps"],
+        **{key: times.get(key) for key in ("step_ms", "inference_ms", "nfe")},
+    }
     if not evaluates(study):
-        return row | {"score": summary["score"], "mean_of_best": summary["mean_of_best_scores"], "evaluations": summary["evaluations"]}
+        return row | {
+            "score": summary["score"],
+            "mean_of_best": summary["mean_of_best_scores"],
+            "evaluations": summary["evaluations"],
+        }
     log = json.loads((folder / "eval/eval_log.json").read_text())
-    return row | {"score": log["test/mean_score"], "interval_95": log["interval_95"], "n_episodes": log["n_episodes"], "nfe": log["nfe"]}
+    return row | {
+        "score": log["test/mean_score"],
+        "interval_95": log["interval_95"],
+        "n_episodes": log["n_episodes"],
+        "nfe": log["nfe"],
+    }
 
 
 def folder_of(study: dict[str, Any], entry: dict[str, Any]) -> pathlib.Path:
@@ -79,7 +107,14 @@ def kept_row(study: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any] | N
     if folder_of(study, entry).exists() or not table.is_file():
         return None
     command = f"python {' '.join(train_command(study, entry))}"
-    return next((row for row in json.loads(table.read_text())["rows"] if row["name"] == entry["name"] and row["command"] == command), None)
+    return next(
+        (
+            row
+            for row in json.loads(table.read_text())["rows"]
+            if row["name"] == entry["name"] and row["command"] == command
+        ),
+        None,
+    )
 
 
 def evaluates(study: dict[str, Any]) -> bool:
@@ -91,8 +126,16 @@ def runs_of(study: dict[str, Any]) -> list[dict[str, Any]]:
     if "grid" not in study:
         return study["runs"]
     grid = study["grid"]
-    return [{"name": f"{task} {method} {seed}", "config": config.split()[0], "overrides": [f"task.name={task}", f"training.seed={seed}", *config.split()[1:]]}
-            for seed in grid["seeds"] for task in grid["tasks"] for method, config in grid["methods"].items()]
+    return [
+        {
+            "name": f"{task} {method} {seed}",
+            "config": config.split()[0],
+            "overrides": [f"task.name={task}", f"training.seed={seed}", *config.split()[1:]],
+        }
+        for seed in grid["seeds"]
+        for task in grid["tasks"]
+        for method, config in grid["methods"].items()
+    ]
 
 
 def measure(study: dict[str, Any], entry: dict[str, Any], calls: int = 30) -> None:
@@ -133,8 +176,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = []
     for row in sorted(rows, key=lambda row: -row["score"]):
         low, high = row["interval_95"]
-        lines.append(f"| {row['name']} | {row['score']:.3f} | {low:.2f} to {high:.2f} | {row['nfe']:g} | {row['steps']} | {number(row['step_ms'], 0)} "
-                     f"| {number(row['inference_ms'], 2)} |")
+        lines.append(
+            f"| {row['name']} | {row['score']:.3f} | {low:.2f} to {high:.2f} | {row['nfe']:g} | {row['steps']} | {number(row['step_ms'], 0)} "
+            f"| {number(row['inference_ms'], 2)} |"
+        )
     return head + "\n".join(lines)
 
 
@@ -154,29 +199,51 @@ def grid_table(study: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         return f"{best:.0f} / {last:.0f}{missing}"
 
     methods = list(grid["methods"])
-    lines = [f"| task | {' | '.join(methods)} | {' | '.join(f'paper: {name}' for name in paper)} |", "|---" * (1 + len(methods) + len(paper)) + "|"]
+    lines = [
+        f"| task | {' | '.join(methods)} | {' | '.join(f'paper: {name}' for name in paper)} |",
+        "|---" * (1 + len(methods) + len(paper)) + "|",
+    ]
     for task, level in grid["tasks"].items():
         published = [str(numbers.get(task, "-")) for numbers in paper.values()]
-        lines.append(f"| {task}{f' ({level})' if level else ''} | {' | '.join(cell(runs(task, method)) for method in methods)} | {' | '.join(published)} |")
-    complete = [task for task in grid["tasks"] if all(len(runs(task, method)) == len(grid["seeds"]) for method in methods)]
+        lines.append(
+            f"| {task}{f' ({level})' if level else ''} | {' | '.join(cell(runs(task, method)) for method in methods)} | {' | '.join(published)} |"
+        )
+    complete = [
+        task for task in grid["tasks"] if all(len(runs(task, method)) == len(grid["seeds"]) for method in methods)
+    ]
     if complete:
-        means = [cell([entry for task in complete for entry in runs(task, method)]).split(" (")[0] for method in methods]
+        means = [
+            cell([entry for task in complete for entry in runs(task, method)]).split(" (")[0] for method in methods
+        ]
         published = [f"{statistics.mean(numbers[task] for task in complete):.0f}" for numbers in paper.values()]
-        lines.append(f"| mean{'' if len(complete) == len(grid['tasks']) else f' of the {len(complete)} complete tasks'} | {' | '.join(means)} | {' | '.join(published)} |")
+        lines.append(
+            f"| mean{'' if len(complete) == len(grid['tasks']) else f' of the {len(complete)} complete tasks'} | {' | '.join(means)} | {' | '.join(published)} |"
+        )
     lines += ["", "| method | network calls | training step, ms | inference, ms |", "|---|---|---|---|"]
     for method in methods:
         timed = [row for task in grid["tasks"] for row in runs(task, method) if row["step_ms"] is not None]
         if timed:
-            lines.append(f"| {method} | {timed[0]['nfe']:g} | {statistics.median(row['step_ms'] for row in timed):.0f} "
-                         f"| {statistics.median(row['inference_ms'] for row in timed):.1f} |")
+            lines.append(
+                f"| {method} | {timed[0]['nfe']:g} | {statistics.median(row['step_ms'] for row in timed):.0f} "
+                f"| {statistics.median(row['inference_ms'] for row in timed):.1f} |"
+            )
     return "\n".join(lines)
 
 
-def write(study: dict[str, Any], source: pathlib.Path, rows: list[dict[str, Any]], jobs: int, threads: int) -> pathlib.Path:
+def write(
+    study: dict[str, Any], source: pathlib.Path, rows: list[dict[str, Any]], jobs: int, threads: int
+) -> pathlib.Path:
     folder = ROOT / "results" / study["name"]
     folder.mkdir(parents=True, exist_ok=True)
     command = f"python -m benchmarks.study {source.resolve().relative_to(ROOT)} --jobs {jobs} --threads {threads}"
-    data = {"command": command, "study": study, "rows": rows, "versions": versions(), "cpu_threads_per_run": threads, "jobs": jobs}
+    data = {
+        "command": command,
+        "study": study,
+        "rows": rows,
+        "versions": versions(),
+        "cpu_threads_per_run": threads,
+        "jobs": jobs,
+    }
     write_atomically(folder / "results.json", lambda file: file.write(json.dumps(data, indent=2).encode()))
     shown = grid_table(study, rows) if "grid" in study else table(rows)
     text = f"# {study['title']}\n\n{study['description']}\n\n{shown}\n\nTimes are medians (p50) of processor time on one thread, at batch 1 for inference, measured one run after the other at the end. Made with `{command}`; every run's own command, and all versions, are in results.json.\n"
@@ -189,7 +256,9 @@ def main() -> None:
     parser.add_argument("study", type=pathlib.Path, help="a YAML file of benchmarks/studies/")
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time (default 2)")
     parser.add_argument("--threads", type=int, default=1, help="threads of each run (default 1)")
-    parser.add_argument("--only", nargs="*", help="names of the runs to do; the table keeps the others that are finished")
+    parser.add_argument(
+        "--only", nargs="*", help="names of the runs to do; the table keeps the others that are finished"
+    )
     options = parser.parse_args()
     study = yaml.safe_load(options.study.read_text())
     every = runs_of(study)
@@ -197,21 +266,32 @@ def main() -> None:
     if not entries:
         parser.error(f"no run is called {' or '.join(options.only)}; there are: {', '.join(e['name'] for e in every)}")
     last_file = "eval/eval_log.json" if evaluates(study) else "summary.json"
-    entries += [entry for entry in every if entry not in entries and ((folder_of(study, entry) / last_file).is_file() or kept_row(study, entry))]
+    entries += [
+        entry
+        for entry in every
+        if entry not in entries and ((folder_of(study, entry) / last_file).is_file() or kept_row(study, entry))
+    ]
     rows, failed = [], []
-    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool, tqdm(total=len(entries), unit="run", disable=None) as bar:
+    with (
+        concurrent.futures.ThreadPoolExecutor(options.jobs) as pool,
+        tqdm(total=len(entries), unit="run", disable=None) as bar,
+    ):
         futures = {pool.submit(run, study, entry, options.threads): entry["name"] for entry in entries}
         for future in concurrent.futures.as_completed(futures):
             try:
                 rows.append(future.result())
-                write(study, options.study, rows, options.jobs, options.threads)    # after each, so that an interrupted study has a table
+                write(
+                    study, options.study, rows, options.jobs, options.threads
+                )  # after each, so that an interrupted study has a table
             except subprocess.CalledProcessError as error:
                 failed.append(futures[future])
-                tqdm.write(f"{futures[future]} failed ({error}); see data/studies/{study['name']}/{futures[future]}/study.log")
+                tqdm.write(
+                    f"{futures[future]} failed ({error}); see data/studies/{study['name']}/{futures[future]}/study.log"
+                )
             bar.update()
     finished = {row["name"] for row in rows}
     timed = [entry for entry in entries if entry["name"] in finished and folder_of(study, entry).exists()]
-    if "grid" in study:     # a method costs the same whatever its task and seed: one run of each is enough
+    if "grid" in study:  # a method costs the same whatever its task and seed: one run of each is enough
         timed = list({entry["config"]: entry for entry in reversed(timed)}.values())
     for entry in tqdm(timed, desc="times", unit="run", disable=None):
         if not (folder_of(study, entry) / "times.json").is_file():

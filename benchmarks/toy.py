@@ -8,6 +8,7 @@ The mean of the experts is zero, which neither of them ever does. A sample is va
 Every method trains the same small network on the same number of batches. Each run is one JSON file, which is kept: an interrupted
 command goes on where it stopped, and the table and the figure are made of the runs that it was asked for.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -32,7 +33,7 @@ from idp_workspace.policy.base import GeneratorPolicy
 TOLERANCE = 0.1
 STEPS = 1000
 TRAINING = {"batch": 128, "learning_rate": 1e-3, "schedule": "cosine to 0", "width": 64, "blocks": 2, "grad_clip": 10.0}
-EVALUATED = 4000        # samples, one per observation
+EVALUATED = 4000  # samples, one per observation
 PLOTTED = 500
 HOT = (0.2, 0.5, 1.0)
 # Times of the diffusion objectives, 0..99 and 250 ln(sigma), in a range that the sines of a small MLP can resolve.
@@ -59,7 +60,9 @@ def proposal(assign: str) -> dict[str, Any]:
 
 
 METHODS = {
-    "regression_like": Method("squared error", "IDP, no probe, m = 0", "IDPPolicy", {"lambda_prox": 0.0, "geometry": False}),
+    "regression_like": Method(
+        "squared error", "IDP, no probe, m = 0", "IDPPolicy", {"lambda_prox": 0.0, "geometry": False}
+    ),
     "regression": Method("squared error", "regression", "RegressionPolicy"),
     "idp": Method("squared error", "IDP", "IDPPolicy", nfe=(1, 2)),
     "idp_m0": Method("squared error", "IDP, m = 0", "IDPPolicy", {"geometry": False}, (1, 2)),
@@ -68,15 +71,27 @@ METHODS = {
     "straight_flow": Method("squared error", "straight flow", "StraightFlowPolicy"),
     "idp_noise_all": Method("IDP from noise", "IDP, 8 proposals: all", "IDPPolicy", proposal("all"), (1, 2)),
     "idp_noise_wta": Method("IDP from noise", "IDP, 8 proposals: wta", "IDPPolicy", proposal("wta"), (1, 2)),
-    "idp_noise_relaxed_wta": Method("IDP from noise", "IDP, 8 proposals: relaxed wta", "IDPPolicy", proposal("relaxed_wta"), (1, 2)),
+    "idp_noise_relaxed_wta": Method(
+        "IDP from noise", "IDP, 8 proposals: relaxed wta", "IDPPolicy", proposal("relaxed_wta"), (1, 2)
+    ),
     "idp_noise_drift": Method("IDP from noise", "IDP, 8 proposals: drift", "IDPPolicy", proposal("drift"), (1, 2)),
     "naive_drifting": Method("explicit drifting", "drifting, as published", "NaiveDriftingPolicy"),
     "drifting_hot": Method("explicit drifting", "drifting, hot", "NaiveDriftingPolicy", {"temperatures": HOT}),
-    "drifting_no_floor": Method("explicit drifting", "drifting, no affinity floor", "NaiveDriftingPolicy", {"affinity_floor": 0.0}),
-    "drifting_knn": Method("explicit drifting", "drifting, 8 nearest experts", "NaiveDriftingPolicy", {"positives": "knn", "knn_k": 8}),
-    "drifting_weighted": Method("explicit drifting", "drifting, weighted experts", "NaiveDriftingPolicy", {"positives": "weighted"}),
-    "drifting_weighted_sharp": Method("explicit drifting", "drifting, weighted, tau 0.1", "NaiveDriftingPolicy", {"positives": "weighted", "tau": 0.1}),
-    "drifting_weighted_top8": Method("explicit drifting", "drifting, weighted, top 8", "NaiveDriftingPolicy", {"positives": "weighted", "topk": 8}),
+    "drifting_no_floor": Method(
+        "explicit drifting", "drifting, no affinity floor", "NaiveDriftingPolicy", {"affinity_floor": 0.0}
+    ),
+    "drifting_knn": Method(
+        "explicit drifting", "drifting, 8 nearest experts", "NaiveDriftingPolicy", {"positives": "knn", "knn_k": 8}
+    ),
+    "drifting_weighted": Method(
+        "explicit drifting", "drifting, weighted experts", "NaiveDriftingPolicy", {"positives": "weighted"}
+    ),
+    "drifting_weighted_sharp": Method(
+        "explicit drifting", "drifting, weighted, tau 0.1", "NaiveDriftingPolicy", {"positives": "weighted", "tau": 0.1}
+    ),
+    "drifting_weighted_top8": Method(
+        "explicit drifting", "drifting, weighted, top 8", "NaiveDriftingPolicy", {"positives": "weighted", "topk": 8}
+    ),
     "flow": Method("flows", "flow matching from noise", "FlowMatchingPolicy", {"start": "gaussian"}, (1, 2, 9)),
     "flow_zero": Method("flows", "flow matching from zero", "FlowMatchingPolicy", {"start": "zero"}, (1, 9)),
     "flow_policy": Method("flows", "FlowPolicy", "ConsistencyFlowPolicy", nfe=(1, 2)),
@@ -84,8 +99,12 @@ METHODS = {
     "ofp": Method("flows", "OFP", "OFPPolicy"),
     "diffusion": Method("diffusion", "DDPM", "DDPMPolicy", {"time_scale": DDPM_TIME}),
     "edm_teacher": Method("diffusion", "EDM", "EDMTeacherPolicy", {"time_scale": EDM_TIME}),
-    "consistency_training": Method("diffusion", "consistency training", "ConsistencyTrainingPolicy", {"time_scale": EDM_TIME}, (1, 2)),
-    "consistency": Method("diffusion", "Consistency Policy", "ConsistencyPolicy", {"time_scale": EDM_TIME}, (1, 2), teacher="edm_teacher"),
+    "consistency_training": Method(
+        "diffusion", "consistency training", "ConsistencyTrainingPolicy", {"time_scale": EDM_TIME}, (1, 2)
+    ),
+    "consistency": Method(
+        "diffusion", "Consistency Policy", "ConsistencyPolicy", {"time_scale": EDM_TIME}, (1, 2), teacher="edm_teacher"
+    ),
     "onedp": Method("diffusion", "OneDP", "OneStepDiffusionPolicy", {"time_scale": DDPM_TIME}, teacher="diffusion"),
 }
 
@@ -112,10 +131,21 @@ def build(method: Method) -> GeneratorPolicy:
     options = dict(method.options)
     if method.policy in ("DDPMPolicy", "OneStepDiffusionPolicy"):
         from diffusers import DDPMScheduler
-        options["noise_scheduler"] = DDPMScheduler(100, beta_schedule="squaredcos_cap_v2", variance_type="fixed_small", clip_sample=True)
+
+        options["noise_scheduler"] = DDPMScheduler(
+            100, beta_schedule="squaredcos_cap_v2", variance_type="fixed_small", clip_sample=True
+        )
     return getattr(idp_workspace.policy, method.policy)(
-        horizon=1, obs_dim=1, action_dim=2, n_obs_steps=1, n_action_steps=1, obs_as_cond=True,
-        model=ResidualMLP(2, 2, 1, 1, n_layer=TRAINING["blocks"], n_emb=width, p_drop=0.0), obs_encoder=StateEncoder(1, 1, width), **options)
+        horizon=1,
+        obs_dim=1,
+        action_dim=2,
+        n_obs_steps=1,
+        n_action_steps=1,
+        obs_as_cond=True,
+        model=ResidualMLP(2, 2, 1, 1, n_layer=TRAINING["blocks"], n_emb=width, p_drop=0.0),
+        obs_encoder=StateEncoder(1, 1, width),
+        **options,
+    )
 
 
 def train(method: Method, steps: int, seed: int) -> GeneratorPolicy:
@@ -124,10 +154,12 @@ def train(method: Method, steps: int, seed: int) -> GeneratorPolicy:
     torch.manual_seed(seed)
     policy = build(method)
     normalizer = LinearNormalizer()
-    normalizer.fit({"obs": torch.tensor([[-1.0], [1.0]]), "action": torch.tensor([[-1.0, -1.0], [1.0, 1.0]])})     # changes nothing
+    normalizer.fit(
+        {"obs": torch.tensor([[-1.0], [1.0]]), "action": torch.tensor([[-1.0, -1.0], [1.0, 1.0]])}
+    )  # changes nothing
     if teacher is None:
         policy.set_normalizer(normalizer)
-    else:       # what set_normalizer does with a teacher's checkpoint
+    else:  # what set_normalizer does with a teacher's checkpoint
         policy._teacher = (teacher.eval().requires_grad_(False),)
         GeneratorPolicy.set_normalizer(policy, normalizer)
         policy.take_over(teacher)
@@ -145,7 +177,9 @@ def train(method: Method, steps: int, seed: int) -> GeneratorPolicy:
 
 
 # ---------------------------------------------------------------------- measuring
-def evaluate(policy: GeneratorPolicy, nfe: int | None = None, count: int = EVALUATED) -> tuple[dict[str, float], Tensor, Tensor, Tensor]:
+def evaluate(
+    policy: GeneratorPolicy, nfe: int | None = None, count: int = EVALUATED
+) -> tuple[dict[str, float], Tensor, Tensor, Tensor]:
     """The numbers of one row, and the observations (count,), actions (count, 2) and valid (count,) they are of.
 
     valid: share of samples within TOLERANCE of a mode; plus: share of +m among these; at_mean: share within TOLERANCE of zero.
@@ -161,15 +195,25 @@ def evaluate(policy: GeneratorPolicy, nfe: int | None = None, count: int = EVALU
     plus, minus = near(modes(obs)), near(-modes(obs))
     valid = plus | minus
     total = valid.sum().item()
-    numbers = {"nfe": len(calls), "valid": total / count, "plus": plus.sum().item() / total if total else None,
-               "at_mean": near(torch.zeros(2)).float().mean().item()}
+    numbers = {
+        "nfe": len(calls),
+        "valid": total / count,
+        "plus": plus.sum().item() / total if total else None,
+        "at_mean": near(torch.zeros(2)).float().mean().item(),
+    }
     return numbers, obs.flatten(), action[:, 0], valid
 
 
 def run(name: str, steps: int, seed: int, folder: pathlib.Path) -> dict[str, Any]:
     """The record of one method and seed: read, if it was made with the same settings, or else made and written."""
     method = METHODS[name]
-    settings = {"steps": steps, **TRAINING, "policy": method.policy, "options": json.loads(json.dumps(method.options)), "teacher": method.teacher}
+    settings = {
+        "steps": steps,
+        **TRAINING,
+        "policy": method.policy,
+        "options": json.loads(json.dumps(method.options)),
+        "teacher": method.teacher,
+    }
     path = folder / f"{name}_seed{seed}.json"
     if path.exists():
         record = json.loads(path.read_text())
@@ -183,8 +227,17 @@ def run(name: str, steps: int, seed: int, folder: pathlib.Path) -> dict[str, Any
         torch.manual_seed(seed)
         numbers, obs, action, valid = evaluate(policy, nfe)
         points = zip(obs.tolist(), action[:, 0].tolist(), valid.tolist())
-        rows.append({**numbers, "points": [[round(o, 3), round(a, 3), int(ok)] for o, a, ok in points][:: EVALUATED // PLOTTED]})
-    record = {"method": name, "label": method.label, "seed": seed, "settings": settings, "cpu_seconds": round(seconds, 1), "rows": rows}
+        rows.append(
+            {**numbers, "points": [[round(o, 3), round(a, 3), int(ok)] for o, a, ok in points][:: EVALUATED // PLOTTED]}
+        )
+    record = {
+        "method": name,
+        "label": method.label,
+        "seed": seed,
+        "settings": settings,
+        "cpu_seconds": round(seconds, 1),
+        "rows": rows,
+    }
     write_atomically(path, lambda file: file.write((json.dumps(record) + "\n").encode()))
     return record
 
@@ -199,9 +252,18 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for (name, nfe), members in groups.items():
         valid, plus = [m["valid"] for m in members], [m["plus"] for m in members if m["plus"] is not None]
-        rows.append({"method": name, "label": METHODS[name].label, "nfe": nfe, "seeds": len(members), "valid": sum(valid) / len(valid),
-                     "valid_range": [min(valid), max(valid)], "plus": sum(plus) / len(plus) if plus else None,
-                     "at_mean": sum(m["at_mean"] for m in members) / len(members)})
+        rows.append(
+            {
+                "method": name,
+                "label": METHODS[name].label,
+                "nfe": nfe,
+                "seeds": len(members),
+                "valid": sum(valid) / len(valid),
+                "valid_range": [min(valid), max(valid)],
+                "plus": sum(plus) / len(plus) if plus else None,
+                "at_mean": sum(m["at_mean"] for m in members) / len(members),
+            }
+        )
     order = list(METHODS)
     return sorted(rows, key=lambda row: (order.index(row["method"]), row["nfe"]))
 
@@ -212,7 +274,9 @@ def percent(value: float) -> str:
 
 def shares(row: dict[str, Any]) -> str:
     """Shares of +m and -m among the valid samples; nothing where these are too few to divide."""
-    return "" if row["plus"] is None or row["valid"] < 0.01 else f"{100 * row['plus']:.0f} / {100 * (1 - row['plus']):.0f}"
+    return (
+        "" if row["plus"] is None or row["valid"] < 0.01 else f"{100 * row['plus']:.0f} / {100 * (1 - row['plus']):.0f}"
+    )
 
 
 def markdown(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
@@ -220,25 +284,41 @@ def markdown(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
     lines = ["| method | name | NFE | valid | +m / -m | at the mean |", "|---|---|---:|---:|---:|---:|"]
     for row in rows:
         spread = f" ({percent(row['valid_range'][0])} to {percent(row['valid_range'][1])})" if row["seeds"] > 1 else ""
-        lines.append(f"| {row['label']} | `{row['method']}` | {row['nfe']} | {percent(row['valid'])}{spread} | {shares(row)} | {percent(row['at_mean'])} |")
+        lines.append(
+            f"| {row['label']} | `{row['method']}` | {row['nfe']} | {percent(row['valid'])}{spread} | {shares(row)} | {percent(row['at_mean'])} |"
+        )
     versions = ", ".join(f"{name} {about['versions'][name]}" for name in ("python", "torch", "diffusers"))
-    return "\n".join([
-        "# Two modes, one observation", "",
-        "Experts do m(o) or -m(o), half and half, with m(o) = (0.6 + 0.2 sin(pi o), 0.4 cos(pi o)) and o uniform on [-1, 1]. In these",
-        "normalised actions the modes are 0.8 to 1.6 apart and their mean is zero.", "",
-        f"- valid: share of {EVALUATED} samples, at evenly spaced o, within {TOLERANCE} (Euclidean distance) of a mode",
-        "- +m / -m: shares of the two modes among the valid samples", f"- at the mean: share of samples within {TOLERANCE} of zero",
-        "- NFE: network calls per action, counted", "", *lines, "", "![samples](toy.png)", "",
-        f"Made with `{about['command']}`: {seeds} seed{'s' if seeds > 1 else ''}, {about['steps']} steps of {TRAINING['batch']}",
-        f"observations, AdamW {TRAINING['learning_rate']:g} with cosine decay, a residual MLP of {TRAINING['blocks']} blocks of width {TRAINING['width']}; methods with several samples",
-        "per observation draw 8. A teacher is trained for as many steps before its student. One step budget and one learning rate for",
-        f"all: a low share says what a method does here, not what it could do when tuned. {'One seed says nothing of the spread. ' if seeds == 1 else ''}{versions}.", "",
-        "`runs/` holds one file per method and seed; delete one to make it again. `toy.json` is the table as data.", ""])
+    return "\n".join(
+        [
+            "# Two modes, one observation",
+            "",
+            "Experts do m(o) or -m(o), half and half, with m(o) = (0.6 + 0.2 sin(pi o), 0.4 cos(pi o)) and o uniform on [-1, 1]. In these",
+            "normalised actions the modes are 0.8 to 1.6 apart and their mean is zero.",
+            "",
+            f"- valid: share of {EVALUATED} samples, at evenly spaced o, within {TOLERANCE} (Euclidean distance) of a mode",
+            "- +m / -m: shares of the two modes among the valid samples",
+            f"- at the mean: share of samples within {TOLERANCE} of zero",
+            "- NFE: network calls per action, counted",
+            "",
+            *lines,
+            "",
+            "![samples](toy.png)",
+            "",
+            f"Made with `{about['command']}`: {seeds} seed{'s' if seeds > 1 else ''}, {about['steps']} steps of {TRAINING['batch']}",
+            f"observations, AdamW {TRAINING['learning_rate']:g} with cosine decay, a residual MLP of {TRAINING['blocks']} blocks of width {TRAINING['width']}; methods with several samples",
+            "per observation draw 8. A teacher is trained for as many steps before its student. One step budget and one learning rate for",
+            f"all: a low share says what a method does here, not what it could do when tuned. {'One seed says nothing of the spread. ' if seeds == 1 else ''}{versions}.",
+            "",
+            "`runs/` holds one file per method and seed; delete one to make it again. `toy.json` is the table as data.",
+            "",
+        ]
+    )
 
 
 def figure(records: list[dict[str, Any]], path: pathlib.Path) -> None:
     """The first action coordinate of samples against o: a row a family, a panel a method (its first seed and fewest calls)."""
     import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -249,7 +329,9 @@ def figure(records: list[dict[str, Any]], path: pathlib.Path) -> None:
             families.setdefault(method.family, []).append(first[name])
     columns = max(map(len, families.values()))
     height = 2.1 * len(families) + 0.6
-    fig, axes = plt.subplots(len(families), columns, figsize=(max(7.0, 2.2 * columns), height), sharex=True, sharey=True, squeeze=False)
+    fig, axes = plt.subplots(
+        len(families), columns, figsize=(max(7.0, 2.2 * columns), height), sharex=True, sharey=True, squeeze=False
+    )
     grid = torch.linspace(-1, 1, 200)
     curve = modes(grid[:, None, None])[:, 0, 0]
     for line, (family, members) in zip(axes, families.items()):
@@ -258,14 +340,18 @@ def figure(records: list[dict[str, Any]], path: pathlib.Path) -> None:
             axis.set_visible(False)
         for axis, record in zip(line, members):
             for sign in (1, -1):
-                axis.fill_between(grid, sign * curve - TOLERANCE, sign * curve + TOLERANCE, color="0.86", linewidth=0, zorder=1)
+                axis.fill_between(
+                    grid, sign * curve - TOLERANCE, sign * curve + TOLERANCE, color="0.86", linewidth=0, zorder=1
+                )
             points = record["rows"][0]["points"]
             for wanted, color in ((0, "#d1502f"), (1, "#1f5fa8")):
                 chosen = [(o, a) for o, a, valid in points if valid == wanted]
                 if chosen:
                     axis.scatter(*zip(*chosen), s=3, color=color, linewidths=0, zorder=2 + wanted)
             axis.set_title(METHODS[record["method"]].label, fontsize=9, pad=14)
-            valid = ",  ".join(f"{percent(row['valid'])} at NFE {row['nfe']}" for row in [record["rows"][0], *record["rows"][1:][-1:]])
+            valid = ",  ".join(
+                f"{percent(row['valid'])} at NFE {row['nfe']}" for row in [record["rows"][0], *record["rows"][1:][-1:]]
+            )
             axis.text(0.5, 1.03, valid, transform=axis.transAxes, ha="center", va="bottom", fontsize=7, color="0.35")
             axis.set(xlim=(-1, 1), ylim=(-1.05, 1.05), xticks=(-1, 0, 1), yticks=(-1, 0, 1))
             axis.tick_params(labelsize=7, length=2)
@@ -274,8 +360,14 @@ def figure(records: list[dict[str, Any]], path: pathlib.Path) -> None:
         lowest = [axis for axis in column if axis.get_visible()][-1]
         lowest.tick_params(labelbottom=True)
         lowest.set_xlabel("observation", fontsize=8)
-    fig.suptitle("First action coordinate of samples, at the fewest network calls, where experts do either of two things (grey).  "
-                 "Blue: valid, red: not.", fontsize=10, y=1 - 0.1 / height, va="top", wrap=True)
+    fig.suptitle(
+        "First action coordinate of samples, at the fewest network calls, where experts do either of two things (grey).  "
+        "Blue: valid, red: not.",
+        fontsize=10,
+        y=1 - 0.1 / height,
+        va="top",
+        wrap=True,
+    )
     fig.tight_layout(rect=(0, 0, 1, 1 - 0.3 / height), h_pad=1.2, w_pad=0.8)
     fig.savefig(path, dpi=100)
     plt.close(fig)
@@ -293,11 +385,16 @@ def report(records: list[dict[str, Any]], output: pathlib.Path, about: dict[str,
 
 def main(argv: list[str] | None = None) -> None:
     listing = "\n".join(f"  {name:<24} {METHODS[name].label}" for name in available())
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.toy", description=f"{__doc__}\nmethods:\n{listing}",
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.toy",
+        description=f"{__doc__}\nmethods:\n{listing}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--methods", nargs="+", metavar="name", default=available(), help="all without a name")
     parser.add_argument("--steps", type=int, default=STEPS, help="training steps (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, default=1, help="runs per method, with seeds 0, 1, ... (default: %(default)s)")
+    parser.add_argument(
+        "--seeds", type=int, default=1, help="runs per method, with seeds 0, 1, ... (default: %(default)s)"
+    )
     parser.add_argument("--output", default="results/toy", help="folder (default: %(default)s)")
     arguments = parser.parse_args(argv)
     unknown = [name for name in arguments.methods if name not in available()]
@@ -307,13 +404,21 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("--steps and --seeds must be at least 1")
 
     output = pathlib.Path(arguments.output)
-    about = {"command": " ".join(["python -m benchmarks.toy", *(sys.argv[1:] if argv is None else argv)]), "steps": arguments.steps, **machine()}
+    about = {
+        "command": " ".join(["python -m benchmarks.toy", *(sys.argv[1:] if argv is None else argv)]),
+        "steps": arguments.steps,
+        **machine(),
+    }
     records = []
     for name in arguments.methods:
         for seed in range(arguments.seeds):
             records.append(run(name, arguments.steps, seed, output / "runs"))
             for row in records[-1]["rows"]:
-                print(f"{name:<24} seed {seed}  NFE {row['nfe']:<4} valid {percent(row['valid']):>6}  +m/-m {shares(row):>8}", file=sys.stderr, flush=True)
+                print(
+                    f"{name:<24} seed {seed}  NFE {row['nfe']:<4} valid {percent(row['valid']):>6}  +m/-m {shares(row):>8}",
+                    file=sys.stderr,
+                    flush=True,
+                )
     print(report(records, output, about))
 
 

@@ -10,9 +10,10 @@ y = [x, y+], distances d_gk = |x_g - y_k| divided by their mean c, and for each 
 and the loss is |x - sg(x + V)|^2. Positives may carry weights w_k: then A+ <- A+ w, and c is the weighted mean distance. With one sample and one positive the field is a positive multiple of (y+ - x), so its gradient is
 that of the squared error (paper, Proposition 3.1).
 """
+
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,8 +26,8 @@ CHOICES = {
     "feature_norm_scope": ("batch", "per_obs"),
 }
 TEMPERATURES = (0.02, 0.05, 0.2)
-SELF_MASK = 100.0      # added to a sample's (normalised) distance to itself: it does not repel itself
-MIN_SCALE = 1e-3       # of the mean distance, so that identical samples do not divide by zero
+SELF_MASK = 100.0  # added to a sample's (normalised) distance to itself: it does not repel itself
+MIN_SCALE = 1e-3  # of the mean distance, so that identical samples do not divide by zero
 MIN_RMS = 1e-4
 
 
@@ -40,9 +41,18 @@ def check_switches(**switches) -> None:
 
 @torch.no_grad()
 def _scaled_field(
-    generated: Tensor, positives: Tensor, *, temperatures: Sequence[float] = TEMPERATURES, kernel: str = "laplace",
-    normalise_axes: str = "xy", feature_norm: bool = True, feature_norm_scope: str = "batch", drift_norm: bool = True,
-    affinity_floor: float = 1e-6, self_mask: bool = True, positive_weights: Tensor | None = None,
+    generated: Tensor,
+    positives: Tensor,
+    *,
+    temperatures: Sequence[float] = TEMPERATURES,
+    kernel: str = "laplace",
+    normalise_axes: str = "xy",
+    feature_norm: bool = True,
+    feature_norm_scope: str = "batch",
+    drift_norm: bool = True,
+    affinity_floor: float = 1e-6,
+    self_mask: bool = True,
+    positive_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Field in scaled coordinates (N, B, G, S) and the scale (N, B|1, 1, 1) that coordinates were divided by.
 
@@ -51,23 +61,29 @@ def _scaled_field(
     takes a positive out of the attraction (it stays in the softmaxes' denominators, which only rescale a sample's field). None
     means one each.
     """
-    check_switches(temperatures=temperatures, kernel=kernel, normalise_axes=normalise_axes, feature_norm_scope=feature_norm_scope)
+    check_switches(
+        temperatures=temperatures, kernel=kernel, normalise_axes=normalise_axes, feature_norm_scope=feature_norm_scope
+    )
     x, positive = generated.detach().float(), positives.detach().float()
     n_generated, size = x.shape[-2:]
-    targets = torch.cat([x, positive], dim=-2)                                       # (N, B, G + P, S)
+    targets = torch.cat([x, positive], dim=-2)  # (N, B, G + P, S)
     distance = torch.cdist(x, targets, compute_mode="donot_use_mm_for_euclid_dist").clamp(min=1e-4)
     scale = x.new_ones(x.shape[0], 1, 1, 1)
     weights = None
     if positive_weights is not None:
         if positive_weights.shape != positive.shape[:-1]:
-            raise ValueError(f"positive_weights has shape {tuple(positive_weights.shape)}, the positives {tuple(positive.shape[:-1])}")
-        weights = positive_weights.detach().float().unsqueeze(-2)                    # (N, B, 1, P)
+            raise ValueError(
+                f"positive_weights has shape {tuple(positive_weights.shape)}, the positives {tuple(positive.shape[:-1])}"
+            )
+        weights = positive_weights.detach().float().unsqueeze(-2)  # (N, B, 1, P)
     if feature_norm:
         dims = (1, 2, 3) if feature_norm_scope == "batch" else (2, 3)
         if weights is None:
             mean = distance.mean(dim=dims, keepdim=True)
         else:
-            share = torch.cat([torch.ones_like(weights[..., :1]).expand(*weights.shape[:-1], n_generated), weights], dim=-1)
+            share = torch.cat(
+                [torch.ones_like(weights[..., :1]).expand(*weights.shape[:-1], n_generated), weights], dim=-1
+            )
             mean = (share * distance).mean(dim=dims, keepdim=True) / share.mean(dim=dims, keepdim=True)
         scale = (mean / size**0.5).clamp(min=MIN_SCALE)
         distance = distance / mean.clamp(min=MIN_SCALE)

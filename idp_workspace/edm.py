@@ -3,9 +3,10 @@
 Constants are those of Consistency Policy: sigma in [0.02, 80], rho = 7, 80 bins, sigma_data = 0.5. A sigma is a tensor (B,) or (),
 samples are (B, H, D).
 """
+
 from __future__ import annotations
 
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,19 +22,26 @@ def over(sigma: Tensor, x: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------- the denoiser
-def coefficients(sigma: Tensor, sigma_min: float = SIGMA_MIN, sigma_data: float = SIGMA_DATA) -> tuple[Tensor, Tensor, Tensor]:
+def coefficients(
+    sigma: Tensor, sigma_min: float = SIGMA_MIN, sigma_data: float = SIGMA_DATA
+) -> tuple[Tensor, Tensor, Tensor]:
     """(c_skip, c_out, c_in) in the form with a boundary: c_skip(sigma_min) = 1 and c_out(sigma_min) = 0.
 
-        c_skip = sd^2 / ((sigma - sigma_min)^2 + sd^2)     c_out = (sigma - sigma_min) sd / sqrt(sigma^2 + sd^2)
-        c_in   = 1 / sqrt(sigma^2 + sd^2)
+    c_skip = sd^2 / ((sigma - sigma_min)^2 + sd^2)     c_out = (sigma - sigma_min) sd / sqrt(sigma^2 + sd^2)
+    c_in   = 1 / sqrt(sigma^2 + sd^2)
     """
     above = sigma - sigma_min
     norm = (sigma.square() + sigma_data**2).sqrt()
     return sigma_data**2 / (above.square() + sigma_data**2), above * sigma_data / norm, 1 / norm
 
 
-def precondition(network: Callable[[Tensor], Tensor], x: Tensor, sigma: Tensor, sigma_min: float = SIGMA_MIN,
-                 sigma_data: float = SIGMA_DATA) -> Tensor:
+def precondition(
+    network: Callable[[Tensor], Tensor],
+    x: Tensor,
+    sigma: Tensor,
+    sigma_min: float = SIGMA_MIN,
+    sigma_data: float = SIGMA_DATA,
+) -> Tensor:
     """D(x, sigma) = c_skip x + c_out F(c_in x), F being `network`."""
     c_skip, c_out, c_in = (over(c, x) for c in coefficients(sigma, sigma_min, sigma_data))
     return c_skip * x + c_out * network(c_in * x)
@@ -81,7 +89,9 @@ def slope(denoise: Callable[[Tensor, Tensor], Tensor], x: Tensor, sigma: Tensor)
     return (x - denoise(x, sigma)) / over(sigma, x)
 
 
-def heun_step(denoise: Callable[[Tensor, Tensor], Tensor], x: Tensor, sigma: Tensor, to: Tensor, sigma_min: float = SIGMA_MIN) -> Tensor:
+def heun_step(
+    denoise: Callable[[Tensor, Tensor], Tensor], x: Tensor, sigma: Tensor, to: Tensor, sigma_min: float = SIGMA_MIN
+) -> Tensor:
     """x at noise level `to` from x at `sigma` (both (B,)): the mean of the slopes at both ends, two calls of the denoiser.
 
     Steps that end at sigma_min take the first slope alone: there D is the identity by construction and its slope, zero, is not
@@ -97,7 +107,9 @@ def heun_step(denoise: Callable[[Tensor, Tensor], Tensor], x: Tensor, sigma: Ten
     return torch.where(over(last, x), euler, heun)
 
 
-def heun(denoise: Callable[[Tensor, Tensor], Tensor], x: Tensor, levels: Tensor, sigma_min: float = SIGMA_MIN) -> Tensor:
+def heun(
+    denoise: Callable[[Tensor, Tensor], Tensor], x: Tensor, levels: Tensor, sigma_min: float = SIGMA_MIN
+) -> Tensor:
     """Follow the ODE through falling noise levels (n + 1,): 2 n - 1 calls of the denoiser if the last level is sigma_min."""
     for sigma, to in zip(levels[:-1], levels[1:]):
         x = heun_step(denoise, x, sigma.expand(len(x)), to.expand(len(x)), sigma_min)

@@ -2,9 +2,10 @@
 
 Everywhere t = 0 is noise and t = 1 is data, and an interval goes from its start s to its end t. Chunks are (B, H, D), times (B,).
 """
+
 from __future__ import annotations
 
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -51,7 +52,9 @@ def adaptive_weight(delta2: Tensor, p: float, c: float = 1e-3) -> Tensor:
 
 
 # ---------------------------------------------------------------------- steps
-def flow_steps(average_velocity: Callable[[Tensor, float, float], Tensor], x: Tensor, steps: int, t0: float = 0.0, t1: float = 1.0) -> Tensor:
+def flow_steps(
+    average_velocity: Callable[[Tensor, float, float], Tensor], x: Tensor, steps: int, t0: float = 0.0, t1: float = 1.0
+) -> Tensor:
     """x <- x + (t - s) u(x, s, t) over `steps` equal intervals [s, t] of [t0, t1]; u is the average velocity over the interval."""
     if steps < 1:
         raise ValueError(f"{steps} steps: at least one is needed to act")
@@ -61,14 +64,20 @@ def flow_steps(average_velocity: Callable[[Tensor, float, float], Tensor], x: Te
     return x
 
 
-def euler(velocity: Callable[[Tensor, float], Tensor], x: Tensor, steps: int, t0: float = 0.0, t1: float = 1.0) -> Tensor:
+def euler(
+    velocity: Callable[[Tensor, float], Tensor], x: Tensor, steps: int, t0: float = 0.0, t1: float = 1.0
+) -> Tensor:
     """x <- x + (t_{k+1} - t_k) v(x, t_k): the average over an interval is taken to be the velocity at its start."""
     return flow_steps(lambda x, s, t: velocity(x, s), x, steps, t0, t1)
 
 
 # ---------------------------------------------------------------------- derivatives
-def generator_jvp(generator: Generator, cond: Tensor, point: tuple[Tensor, Tensor, Tensor], direction: tuple[Tensor, Tensor, Tensor],
-                  ) -> tuple[Tensor, Tensor]:
+def generator_jvp(
+    generator: Generator,
+    cond: Tensor,
+    point: tuple[Tensor, Tensor, Tensor],
+    direction: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor]:
     """u = f(o, x, s, t) and du = (df/dx) dx + (df/ds) ds + (df/dt) dt at point (x, s, t) along direction (dx, ds, dt).
 
     Both (B, H, D), from one forward pass, so dropout masks of u and du are the same. Gradients of both reach the parameters;

@@ -3,14 +3,15 @@
 Objectives train and sample a generator and know nothing of what is inside; `build_generator` is the only place that knows the
 argument families of upstream's policy constructors.
 """
+
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping
-from typing import Any, Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +28,29 @@ CONDITIONING = {"obs_as_cond": "cond", "obs_as_global_cond": "global_cond", "obs
 WITHOUT_MEANING = ("noise_scheduler", "num_inference_steps")
 
 #: Arguments of upstream's image policies for what they make themselves: a UNet (with its defaults), a transformer, robomimic's encoder.
-UNET = {"diffusion_step_embed_dim": 256, "down_dims": (256, 512, 1024), "kernel_size": 5, "n_groups": 8, "cond_predict_scale": True}
-TRANSFORMER = ("n_layer", "n_cond_layers", "n_head", "n_emb", "p_drop_emb", "p_drop_attn", "causal_attn", "time_as_cond")
+UNET = {
+    "diffusion_step_embed_dim": 256,
+    "down_dims": (256, 512, 1024),
+    "kernel_size": 5,
+    "n_groups": 8,
+    "cond_predict_scale": True,
+}
+TRANSFORMER = (
+    "n_layer",
+    "n_cond_layers",
+    "n_head",
+    "n_emb",
+    "p_drop_emb",
+    "p_drop_attn",
+    "causal_attn",
+    "time_as_cond",
+)
 ENCODER = ("crop_shape", "obs_encoder_group_norm", "eval_fixed_crop", "obs_encoder_width")
-PARTS = {**dict.fromkeys(UNET, "UNet"), **dict.fromkeys(TRANSFORMER, "transformer"), **dict.fromkeys(ENCODER, "encoder")}
+PARTS = {
+    **dict.fromkeys(UNET, "UNet"),
+    **dict.fromkeys(TRANSFORMER, "transformer"),
+    **dict.fromkeys(ENCODER, "encoder"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +66,15 @@ def read_shape_meta(shape_meta: Mapping) -> tuple[dict[str, Entry], int]:
     entries = {}
     for key, entry in shape_meta["obs"].items():
         kind = entry.get("type", "low_dim")
-        check_choices({f"shape_meta.obs.{key}.type": kind}, {f"shape_meta.obs.{key}.type": ("rgb", "low_dim", "point_cloud")})
+        check_choices(
+            {f"shape_meta.obs.{key}.type": kind}, {f"shape_meta.obs.{key}.type": ("rgb", "low_dim", "point_cloud")}
+        )
         entries[key] = Entry(tuple(entry["shape"]), kind == "rgb")
     shape = tuple(shape_meta["action"]["shape"])
     if len(shape) != 1 or not entries:
-        raise ValueError(f"shape_meta needs at least one observation and an action of one dimension, it has {len(entries)} and {shape}")
+        raise ValueError(
+            f"shape_meta needs at least one observation and an action of one dimension, it has {len(entries)} and {shape}"
+        )
     return entries, shape[0]
 
 
@@ -72,7 +96,9 @@ class Generator:
     entries: dict[str, Entry]
     action_dim: int
     n_obs_steps: int
-    per_frame: bool = False     # the encoder takes one frame (N, ...) at a time, as upstream's do, not all steps (B, To, ...)
+    per_frame: bool = (
+        False  # the encoder takes one frame (N, ...) at a time, as upstream's do, not all steps (B, To, ...)
+    )
 
     def encode(self, obs: Tensor | dict[str, Tensor]) -> Tensor:
         """Condition from normalised observations (B, >=To, Do), or {key: (B, >=To, *shape)}.
@@ -109,6 +135,7 @@ class Generator:
 
         With s it is f(o, action, s, t), a function of the interval from s to t, as flow maps need; without, s = t.
         """
+
         def per_sample(time: float | Tensor) -> Tensor:
             return torch.as_tensor(time, dtype=action.dtype, device=action.device).expand(len(action))
 
@@ -135,12 +162,17 @@ class Generator:
         if len(set(sizes.values())) > 1:
             raise ValueError(f"the entries of an observation must have one batch size, got {sizes}")
         seen = {key: obs[key][:, : self.n_obs_steps] for key in self.entries}
-        return {key: value.float().div_(255) if self.entries[key].rgb and value.dtype == torch.uint8 else value for key, value in seen.items()}
+        return {
+            key: value.float().div_(255) if self.entries[key].rgb and value.dtype == torch.uint8 else value
+            for key, value in seen.items()
+        }
 
     def check_keys(self, obs: Any) -> None:
         """Raise ValueError unless obs is a dictionary with every entry of the observation."""
         if not isinstance(obs, Mapping):
-            raise ValueError(f"the observation must be a dictionary with the entries {', '.join(self.entries)}, got {type(obs).__name__}")
+            raise ValueError(
+                f"the observation must be a dictionary with the entries {', '.join(self.entries)}, got {type(obs).__name__}"
+            )
         for key in self.entries:
             if key not in obs:
                 raise ValueError(f"the observation has no entry {key!r} (it has: {', '.join(map(str, obs)) or 'none'})")
@@ -153,7 +185,9 @@ class Generator:
         if not isinstance(value, Tensor):
             raise ValueError(f"{key} must be a tensor {expected()}, got {type(value).__name__}")
         if value.layout is not torch.strided or value.device.type == "meta":
-            raise ValueError(f"{key} must be a dense tensor with values {expected()}, got one in {value.layout} on {value.device}")
+            raise ValueError(
+                f"{key} must be a dense tensor with values {expected()}, got one in {value.layout} on {value.device}"
+            )
         shape = value.shape
         if len(shape) != 2 + len(entry.shape) or shape[1] < self.n_obs_steps or shape[2:] != entry.shape:
             raise ValueError(f"{key} must have shape {expected()}, got {tuple(shape)}")
@@ -166,8 +200,10 @@ class Generator:
         elif finite:
             seen = value if shape[1] == self.n_obs_steps else value[:, : self.n_obs_steps]
             if not all_finite(seen):
-                raise ValueError(f"{key} must be finite, got {int((~seen.isfinite()).sum())} NaN or infinite of {seen.numel()} numbers "
-                                 f"in the first {self.n_obs_steps} steps")
+                raise ValueError(
+                    f"{key} must be finite, got {int((~seen.isfinite()).sum())} NaN or infinite of {seen.numel()} numbers "
+                    f"in the first {self.n_obs_steps} steps"
+                )
 
     def check_sizes(self) -> None:
         """Run the network once on zeros, so that sizes that do not fit are found before anything is trained or written."""
@@ -183,7 +219,9 @@ class Generator:
                 f"{self.n_obs_steps}, action_dim {self.action_dim}, {self.conditioning}): {error}"
             ) from error
         if out.shape != action.shape:
-            raise ValueError(f"the network returns {tuple(out.shape)} for an action chunk of shape {tuple(action.shape)}")
+            raise ValueError(
+                f"the network returns {tuple(out.shape)} for an action chunk of shape {tuple(action.shape)}"
+            )
 
 
 def all_finite(x: Tensor) -> bool:
@@ -193,7 +231,9 @@ def all_finite(x: Tensor) -> bool:
 
 def zeros(entries: Mapping[str, Entry], lead: tuple[int, ...], *modules: nn.Module | None) -> dict[str, Tensor]:
     """An observation {key: (*lead, *shape)} of zeros where the parameters of the modules are."""
-    parameter = next((p for module in modules if module is not None for p in module.parameters() if p.numel()), torch.zeros(1))
+    parameter = next(
+        (p for module in modules if module is not None for p in module.parameters() if p.numel()), torch.zeros(1)
+    )
     return {key: parameter.new_zeros(*lead, *entry.shape) for key, entry in entries.items()}
 
 
@@ -227,15 +267,19 @@ def probe_encoder(encoder: nn.Module, entries: Mapping[str, Entry], n_obs_steps:
         if shape[:-1] == lead:
             return len(lead) == 1, shape[-1]
         problems.append(f"given (*{lead}, *shape) it returns {shape}")
-    raise ValueError(f"obs_encoder must turn {', '.join(entries)} of shape (batch, {n_obs_steps}, *shape) into (batch, {n_obs_steps}, width), "
-                     f"or (batch, *shape) into (batch, width); {'; '.join(problems)}")
+    raise ValueError(
+        f"obs_encoder must turn {', '.join(entries)} of shape (batch, {n_obs_steps}, *shape) into (batch, {n_obs_steps}, width), "
+        f"or (batch, *shape) into (batch, width); {'; '.join(problems)}"
+    )
 
 
 def hybrid_networks(transformer: bool, **arguments: Any) -> tuple[nn.Module, nn.Module]:
     """Backbone and encoder of upstream's hybrid policies, which have no other way to come by them: one is made and taken apart."""
     # Imported here: in upstream's own tree they bring all of robomimic along.
     if transformer:
-        from diffusion_policy.policy.diffusion_transformer_hybrid_image_policy import DiffusionTransformerHybridImagePolicy as Hybrid
+        from diffusion_policy.policy.diffusion_transformer_hybrid_image_policy import (
+            DiffusionTransformerHybridImagePolicy as Hybrid,
+        )
     else:
         from diffusion_policy.policy.diffusion_unet_hybrid_image_policy import DiffusionUnetHybridImagePolicy as Hybrid
     policy = Hybrid(noise_scheduler=None, num_inference_steps=1, **arguments)
@@ -270,7 +314,11 @@ def build_generator(
     Arguments that configure a denoising sampler are accepted, so that a config can be reused, and said once in the log.
     `oa_step_convention: false` starts the executed actions one step later, as upstream's UNet policy does.
     """
-    flags = {"obs_as_cond": obs_as_cond, "obs_as_global_cond": obs_as_global_cond, "obs_as_local_cond": obs_as_local_cond}
+    flags = {
+        "obs_as_cond": obs_as_cond,
+        "obs_as_global_cond": obs_as_global_cond,
+        "obs_as_local_cond": obs_as_local_cond,
+    }
     sizes: dict[str, Any] = {"horizon": horizon, "n_obs_steps": n_obs_steps, "n_action_steps": n_action_steps}
     builds = shape_meta is not None and model is None
     hybrid = builds and obs_encoder is None
@@ -278,8 +326,10 @@ def build_generator(
     if shape_meta is not None:
         entries, width = read_shape_meta(shape_meta)
         if obs_dim is not None or action_dim not in (None, width):
-            raise ValueError(f"shape_meta describes the observation and an action of {width} numbers, but obs_dim={obs_dim} and "
-                             f"action_dim={action_dim} are given: leave both away")
+            raise ValueError(
+                f"shape_meta describes the observation and an action of {width} numbers, but obs_dim={obs_dim} and "
+                f"action_dim={action_dim} are given: leave both away"
+            )
         action_dim = width
         if not hybrid:
             sizes["obs_encoder"] = obs_encoder
@@ -290,12 +340,26 @@ def build_generator(
         sizes |= {"model": model, "obs_dim": obs_dim, "action_dim": action_dim}
     makes = (*(TRANSFORMER if transformer else UNET), *(ENCODER if hybrid else ())) if builds else ()
     made = {name: rest.pop(name) for name in makes if name in rest}
-    known = {*sizes, *flags, *WITHOUT_MEANING, *known_options, *PARTS, "model", "obs_dim", "action_dim", "shape_meta", "obs_encoder",
-             "pred_action_steps_only", "oa_step_convention"}
+    known = {
+        *sizes,
+        *flags,
+        *WITHOUT_MEANING,
+        *known_options,
+        *PARTS,
+        "model",
+        "obs_dim",
+        "action_dim",
+        "shape_meta",
+        "obs_encoder",
+        "pred_action_steps_only",
+        "oa_step_convention",
+    }
     for name in rest:
         if name in PARTS:
-            raise TypeError(f"{owner} uses {name} only to make a network from shape_meta, upstream's {PARTS[name]}; here that is given or "
-                            "another is made")
+            raise TypeError(
+                f"{owner} uses {name} only to make a network from shape_meta, upstream's {PARTS[name]}; here that is given or "
+                "another is made"
+            )
         if name not in WITHOUT_MEANING:
             raise unknown_argument(name, known, owner)
     ignored = [name for name in WITHOUT_MEANING if rest.get(name) is not None]
@@ -312,22 +376,38 @@ def build_generator(
         )
     start = n_obs_steps - 1 if oa_step_convention else n_obs_steps
     if start + n_action_steps > horizon:
-        raise ValueError(f"actions {start}..{start + n_action_steps - 1} are executed but the horizon is {horizon}: "
-                         f"lower n_action_steps or raise horizon")
+        raise ValueError(
+            f"actions {start}..{start + n_action_steps - 1} are executed but the horizon is {horizon}: "
+            f"lower n_action_steps or raise horizon"
+        )
     per_frame = hybrid
     if hybrid:
         if transformer:
             made["pred_action_steps_only"] = pred_action_steps_only
-        model, obs_encoder = hybrid_networks(transformer, shape_meta=shape_meta, horizon=horizon, n_action_steps=n_action_steps,
-                                             n_obs_steps=n_obs_steps, **made)
+        model, obs_encoder = hybrid_networks(
+            transformer,
+            shape_meta=shape_meta,
+            horizon=horizon,
+            n_action_steps=n_action_steps,
+            n_obs_steps=n_obs_steps,
+            **made,
+        )
     elif shape_meta is not None:
         per_frame, features = probe_encoder(obs_encoder, entries, n_obs_steps)
         if builds:
             model = ConditionalUnet1D(input_dim=action_dim, global_cond_dim=features * n_obs_steps, **{**UNET, **made})
     generator = Generator(
-        model=model, obs_encoder=obs_encoder, conditioning=chosen[0], horizon=n_action_steps if pred_action_steps_only else horizon,
-        window=horizon, start=start if pred_action_steps_only else 0, obs_dim=obs_dim, entries=entries, action_dim=action_dim,
-        n_obs_steps=n_obs_steps, per_frame=per_frame,
+        model=model,
+        obs_encoder=obs_encoder,
+        conditioning=chosen[0],
+        horizon=n_action_steps if pred_action_steps_only else horizon,
+        window=horizon,
+        start=start if pred_action_steps_only else 0,
+        obs_dim=obs_dim,
+        entries=entries,
+        action_dim=action_dim,
+        n_obs_steps=n_obs_steps,
+        per_frame=per_frame,
     )
     generator.check_sizes()
     return generator

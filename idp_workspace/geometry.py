@@ -10,6 +10,7 @@ float32 (the full matrix in float64) outside autocast, because differences of se
     s      = (v + eps)^-1/2 / mean_k (v_k + eps)^-1/2          normalised precision, of cond and of ref
     m      = relu( s_cond / (s_ref + eps) - 1 )                the local geometry excess
 """
+
 from __future__ import annotations
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from idp_workspace.options import check_choices
 
 EPS = 1e-6
-LARGEST = 1e15      # of a number whose square, summed over a batch or divided by eps, still fits float32
+LARGEST = 1e15  # of a number whose square, summed over a batch or divided by eps, still fits float32
 
 #: Values of the switches that are words; the policy and the functions below check against the same table.
 CHOICES = {
@@ -64,7 +65,12 @@ def _plain(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def neighbor_weights(
-    features: Tensor, *, tau: float = 1.0, weights: str = "softmax", self_neighbor: bool = True, topk: int | None = None,
+    features: Tensor,
+    *,
+    tau: float = 1.0,
+    weights: str = "softmax",
+    self_neighbor: bool = True,
+    topk: int | None = None,
     eps: float = EPS,
 ) -> Tensor:
     """Weights w (B, B) over the batch from features (B, F); each row sums to one.
@@ -128,7 +134,7 @@ def conditional_covariance(w: Tensor, actions: Tensor, center: str = "expert", s
     a = actions.detach().to(torch.float32 if actions.device.type == "mps" else torch.float64) * scale
     a = a - a.mean(dim=0)
     w = w.to(a.dtype)
-    outer = a.unsqueeze(-1) * a.unsqueeze(-2)                                       # (B, H, D, D)
+    outer = a.unsqueeze(-1) * a.unsqueeze(-2)  # (B, H, D, D)
     first = (w @ a.flatten(1)).view_as(a)
     second = (w @ outer.flatten(1)).view_as(outer)
     if center == "expert":
@@ -192,22 +198,36 @@ def geometry_excess(
 
     A batch of fewer than two samples has no neighbourhood: m = 0. With D = 1 and per-step granularity m is 0 by construction.
     """
-    check_switches(granularity=granularity, tau=tau, topk=topk, center=center, reference=reference, excess=excess, weights=weights,
-                   matrix=matrix, rel_floor=rel_floor, m_clip=m_clip)
+    check_switches(
+        granularity=granularity,
+        tau=tau,
+        topk=topk,
+        center=center,
+        reference=reference,
+        excess=excess,
+        weights=weights,
+        matrix=matrix,
+        rel_floor=rel_floor,
+        m_clip=m_clip,
+    )
     if actions.ndim != 3 or len(features) != len(actions):
-        raise ValueError(f"need features (B, F) and actions (B, H, D), got {tuple(features.shape)} and {tuple(actions.shape)}")
+        raise ValueError(
+            f"need features (B, F) and actions (B, H, D), got {tuple(features.shape)} and {tuple(actions.shape)}"
+        )
     if len(actions) < 2:
         return actions.new_zeros(*actions.shape, *actions.shape[2:] if matrix == "full" else ())
     with torch.autocast(actions.device.type, enabled=False):
         w = neighbor_weights(features, tau=tau, weights=weights, self_neighbor=self_neighbor, topk=topk, eps=eps)
-        scale = _scale(actions)     # m does not depend on it, save for eps
+        scale = _scale(actions)  # m does not depend on it, save for eps
         if reference in ("ema", "dataset"):
             if v_ref is None:
                 raise ValueError(f"reference={reference!r} needs v_ref, the (H, D) variance to compare with")
             v_ref = v_ref.detach().float().clamp(max=LARGEST**2) * scale.square()
         else:
             v_ref = reference_variance(actions, scale)
-        largest = min(torch.finfo(actions.dtype).max, torch.finfo(torch.float32).max)      # half precision ends at 65504, m may not
+        largest = min(
+            torch.finfo(actions.dtype).max, torch.finfo(torch.float32).max
+        )  # half precision ends at 65504, m may not
         m_clip = largest if m_clip is None else min(m_clip, largest)
         if matrix == "full":
             return _full_excess(w, actions, scale, v_ref, center, reference, rel_floor, m_clip, eps).to(actions.dtype)
@@ -222,7 +242,15 @@ def geometry_excess(
 
 
 def _full_excess(
-    w: Tensor, actions: Tensor, scale: Tensor, v_ref: Tensor, center: str, reference: str, rel_floor: float, m_clip: float, eps: float
+    w: Tensor,
+    actions: Tensor,
+    scale: Tensor,
+    v_ref: Tensor,
+    center: str,
+    reference: str,
+    rel_floor: float,
+    m_clip: float,
+    eps: float,
 ) -> Tensor:
     """The multivariate excess of Appendix A.4 on each step's D x D block: M (B, H, D, D).
 
@@ -233,9 +261,9 @@ def _full_excess(
     """
     g = conditional_covariance(w, actions, center, scale)
     if not g.isfinite().all():
-        return torch.full_like(g, torch.nan)        # as the diagonal does, where eigh would raise an error of its own
+        return torch.full_like(g, torch.nan)  # as the diagonal does, where eigh would raise an error of its own
     v_ref = v_ref.to(g.dtype)
-    floor = torch.diag_embed(eps + rel_floor * v_ref)                               # (H, D, D)
+    floor = torch.diag_embed(eps + rel_floor * v_ref)  # (H, D, D)
     if reference == "batch":
         sigma = reference_covariance(actions, scale)
     elif reference == "none":
@@ -243,7 +271,7 @@ def _full_excess(
     else:
         sigma = torch.diag_embed(v_ref)
     values, vectors = torch.linalg.eigh(sigma + floor)
-    root = vectors @ torch.diag_embed(values.clamp(min=0).sqrt()) @ vectors.mT      # (Sigma_ref + floor)^1/2 = P_ref^-1/2
+    root = vectors @ torch.diag_embed(values.clamp(min=0).sqrt()) @ vectors.mT  # (Sigma_ref + floor)^1/2 = P_ref^-1/2
     root, bound = root.expand_as(g), values.amax(-1) / eps
     chol, failed = torch.linalg.cholesky_ex(g + floor)
     x = torch.linalg.solve_triangular(chol, root, upper=False)

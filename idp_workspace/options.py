@@ -1,9 +1,11 @@
 """Checked arguments: an objective declares its own as a dataclass, everything it does not know goes to the generator."""
+
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from typing import Any, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 def check_choices(values: Mapping[str, Any], choices: Mapping[str, tuple[str, ...]]) -> None:

@@ -1,8 +1,10 @@
 """Several modes in one step: proposals of IDP that start from noise. Past the paper, whose proposal is one point."""
+
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,17 +38,21 @@ class Proposal:
     noise: str = "zero"
     samples: int = 1
     assign: str = "all"
-    temperatures: tuple[float, ...] = HOT_TEMPERATURES      # of drift
+    temperatures: tuple[float, ...] = HOT_TEMPERATURES  # of drift
 
     def __post_init__(self):
         object.__setattr__(self, "temperatures", tuple(float(tau) for tau in self.temperatures))
-        check_choices({"noise": self.noise, "assign": self.assign},
-                      {"noise": ("zero", "gaussian"), "assign": ("all", "wta", "relaxed_wta", "drift")})
+        check_choices(
+            {"noise": self.noise, "assign": self.assign},
+            {"noise": ("zero", "gaussian"), "assign": ("all", "wta", "relaxed_wta", "drift")},
+        )
         drifting.check_switches(temperatures=self.temperatures)
         if self.samples < 1:
             raise ValueError(f"proposal.samples={self.samples} must be at least 1")
         if self.noise == "zero" and self.samples > 1:
-            raise ValueError(f"proposal.samples={self.samples} with noise='zero' are copies of one sample: use noise='gaussian'")
+            raise ValueError(
+                f"proposal.samples={self.samples} with noise='zero' are copies of one sample: use noise='gaussian'"
+            )
 
     @classmethod
     def of(cls, value: Proposal | Mapping[str, Any]) -> Proposal:
@@ -54,7 +60,9 @@ class Proposal:
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
-            raise TypeError(f"proposal must be a section such as {{noise: gaussian, samples: 8, assign: wta}}, got {value!r}")
+            raise TypeError(
+                f"proposal must be a section such as {{noise: gaussian, samples: 8, assign: wta}}, got {value!r}"
+            )
         names = [field.name for field in dataclasses.fields(cls)]
         for name in value:
             if name not in names:

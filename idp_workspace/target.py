@@ -1,15 +1,17 @@
 """A slow copy of a policy's generator, for objectives whose target is the network itself."""
+
 from __future__ import annotations
 
 import contextlib
 import copy
 import dataclasses
-from typing import TYPE_CHECKING, Iterator
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:       # policies import this module
+if TYPE_CHECKING:  # policies import this module
     from idp_workspace.policy.base import GeneratorPolicy
 
 
@@ -26,12 +28,17 @@ class TargetNetwork:
         if policy.obs_encoder is not None:
             policy.target_obs_encoder = copy.deepcopy(policy.obs_encoder).requires_grad_(False)
         self.online = policy.generator
-        self.generator = dataclasses.replace(policy.generator, model=policy.target_model, obs_encoder=policy.target_obs_encoder)
+        self.generator = dataclasses.replace(
+            policy.generator, model=policy.target_model, obs_encoder=policy.target_obs_encoder
+        )
 
     @torch.no_grad()
     def update(self, rate: float) -> None:
         """One step of the average; rate 0 copies the online networks."""
-        for slow, fast in ((self.generator.model, self.online.model), (self.generator.obs_encoder, self.online.obs_encoder)):
+        for slow, fast in (
+            (self.generator.model, self.online.model),
+            (self.generator.obs_encoder, self.online.obs_encoder),
+        ):
             if slow is None:
                 continue
             for p, q in zip(slow.parameters(), fast.parameters()):

@@ -10,6 +10,7 @@ A batch of windows goes through the checkpoint's observation encoder once; nothi
 
 The geometry belongs to the data and to the encoder, so it can be drawn for any policy with a generator, also for one trained without it.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -22,7 +23,8 @@ import pathlib
 import platform
 import shlex
 import sys
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import hydra
 import numpy as np
@@ -78,7 +80,7 @@ def ellipse_points(center: np.ndarray, covariance: np.ndarray, deviations: float
     """(count, 2): the closed curve of points x with (x - center)^T covariance^-1 (x - center) = deviations^2."""
     values, vectors = np.linalg.eigh(covariance)
     angle = np.linspace(0, 2 * np.pi, count)
-    circle = np.stack([np.cos(angle), np.sin(angle)])       # (2, count)
+    circle = np.stack([np.cos(angle), np.sin(angle)])  # (2, count)
     return center + deviations * (vectors @ (np.sqrt(values.clip(min=0))[:, None] * circle)).T
 
 
@@ -98,30 +100,32 @@ def spread_over(values: np.ndarray, count: int) -> list[int]:
 class Scene:
     """What is drawn. B windows, H chunk steps, D action dimensions; d is the drawn pair of dimensions, at chunk step `step`."""
 
-    windows: np.ndarray         # (B,) which windows of the dataset
-    points: np.ndarray          # (B, 2) expert actions, in the dataset's units
-    weights: np.ndarray         # (B, B) neighbour weights w
-    centers: np.ndarray         # (B, 2) centres of the local covariances, in the dataset's units
-    local: np.ndarray           # (B, 2, 2) local covariances, in the dataset's units
-    reference: np.ndarray       # (2, 2) global covariance, in the dataset's units
-    m: np.ndarray               # (B, H, D) excess, or the diagonal of its matrix
-    kappa: np.ndarray           # (B, H) anisotropy of the pair of dimensions
-    neighbors: np.ndarray       # (B,) effective number of neighbours
+    windows: np.ndarray  # (B,) which windows of the dataset
+    points: np.ndarray  # (B, 2) expert actions, in the dataset's units
+    weights: np.ndarray  # (B, B) neighbour weights w
+    centers: np.ndarray  # (B, 2) centres of the local covariances, in the dataset's units
+    local: np.ndarray  # (B, 2, 2) local covariances, in the dataset's units
+    reference: np.ndarray  # (2, 2) global covariance, in the dataset's units
+    m: np.ndarray  # (B, H, D) excess, or the diagonal of its matrix
+    kappa: np.ndarray  # (B, H) anisotropy of the pair of dimensions
+    neighbors: np.ndarray  # (B,) effective number of neighbours
     switches: dict[str, Any]
     step: int
     dims: tuple[int, int]
-    executed: range             # chunk steps that the policy executes
+    executed: range  # chunk steps that the policy executes
 
 
 def load(path: str, trust: bool) -> tuple[BaseWorkspace, torch.nn.Module, Any]:
     """The workspace of a checkpoint, the policy with the weights that act, and the dataset. ValueError says what does not work."""
     try:
         workspace = BaseWorkspace.create_from_checkpoint(path, trust=trust)
-        averaged = getattr(workspace, "ema_model", None)    # None unless training.use_ema
+        averaged = getattr(workspace, "ema_model", None)  # None unless training.use_ema
         policy = workspace.model if averaged is None else averaged
         if not hasattr(policy, "generator"):
-            raise ValueError(f"{path} holds a {type(policy).__name__}, which has no generator whose observation features could be "
-                             "compared; draw an IDPPolicy or a NaiveDriftingPolicy")
+            raise ValueError(
+                f"{path} holds a {type(policy).__name__}, which has no generator whose observation features could be "
+                "compared; draw an IDPPolicy or a NaiveDriftingPolicy"
+            )
         return workspace, policy.eval(), hydra.utils.instantiate(workspace.cfg.task.dataset)
     except (InstantiationException, ImportError, RuntimeError, OSError) as error:
         raise ValueError(reason(error)) from error
@@ -150,23 +154,36 @@ def choose_windows(total: int, batch: int, first: list[int], seed: int) -> np.nd
     if outside:
         raise ValueError(f"--observations {outside[0]}: the dataset has windows 0 to {total - 1}")
     if batch < max(2, len(first)) or total < 2:
-        raise ValueError(f"a neighbourhood needs at least two windows, and room for each of --observations: --batch {batch}, "
-                         f"{total} windows in the dataset")
+        raise ValueError(
+            f"a neighbourhood needs at least two windows, and room for each of --observations: --batch {batch}, "
+            f"{total} windows in the dataset"
+        )
     rest = np.setdiff1d(np.arange(total), first)
     count = min(batch, total) - len(first)
     return np.concatenate([np.array(first, dtype=int), np.random.default_rng(seed).permutation(rest)[:count]])
 
 
 @torch.no_grad()
-def compute(policy: torch.nn.Module, dataset: Any, windows: np.ndarray, step: int | None, dims: tuple[int, int], seed: int,
-            device: torch.device) -> Scene:
+def compute(
+    policy: torch.nn.Module,
+    dataset: Any,
+    windows: np.ndarray,
+    step: int | None,
+    dims: tuple[int, int],
+    seed: int,
+    device: torch.device,
+) -> Scene:
     """One feature pass over `windows`, and the geometry of what comes out."""
     generator = policy.generator
     dim, horizon = generator.action_dim, generator.horizon
     if dim < 2:
-        raise ValueError("the actions have one dimension: there is no covariance to draw, and m compares dimensions with each other")
+        raise ValueError(
+            "the actions have one dimension: there is no covariance to draw, and m compares dimensions with each other"
+        )
     if len(set(dims)) != 2 or not all(0 <= d < dim for d in dims):
-        raise ValueError(f"--dims {','.join(map(str, dims))}: two different action dimensions from 0 to {dim - 1} are needed")
+        raise ValueError(
+            f"--dims {','.join(map(str, dims))}: two different action dimensions from 0 to {dim - 1} are needed"
+        )
     first = 0 if policy.pred_action_steps_only else policy.n_obs_steps - (1 if policy.oa_step_convention else 0)
     step = first if step is None else step
     if not 0 <= step < horizon:
@@ -176,10 +193,12 @@ def compute(policy: torch.nn.Module, dataset: Any, windows: np.ndarray, step: in
     policy.to(device)
     features = generator.embedding(generator.encode(policy.normalise_observation(batch["obs"]))).cpu()
     if not features.isfinite().all():
-        raise ValueError("the encoder returns features that are not finite: the run has diverged, take an earlier checkpoint")
+        raise ValueError(
+            "the encoder returns features that are not finite: the run has diverged, take an earlier checkpoint"
+        )
     chunk = slice(generator.start, generator.start + horizon)
-    actions = policy.normalizer["action"].normalize(batch["action"])[:, chunk].cpu()      # (B, H, D), normalised
-    points = batch["action"][:, chunk][:, step, list(dims)].cpu()                           # (B, 2), in the dataset's units
+    actions = policy.normalizer["action"].normalize(batch["action"])[:, chunk].cpu()  # (B, H, D), normalised
+    points = batch["action"][:, chunk][:, step, list(dims)].cpu()  # (B, 2), in the dataset's units
 
     options = policy.options if hasattr(policy.options, "granularity") else IDPPolicy.Options()
     switches = {name: getattr(options, name) for name in GEOMETRY}
@@ -188,18 +207,31 @@ def compute(policy: torch.nn.Module, dataset: Any, windows: np.ndarray, step: in
     torch.manual_seed(seed)
     m = geometry.geometry_excess(features, actions, **switches, v_ref=v_ref)
     torch.manual_seed(seed)
-    w = geometry.neighbor_weights(features, **{name: switches[name] for name in ("tau", "weights", "self_neighbor", "topk")})
+    w = geometry.neighbor_weights(
+        features, **{name: switches[name] for name in ("tau", "weights", "self_neighbor", "topk")}
+    )
     if m.ndim == 4:
         m = torch.diagonal(m, dim1=-2, dim2=-1)
 
     center = switches["center"]
     pairs = actions[..., list(dims)]
-    kappa = torch.stack([anisotropy(local_covariance(w, a, center), global_covariance(a)) for a in pairs.unbind(dim=1)], dim=1)
+    kappa = torch.stack(
+        [anisotropy(local_covariance(w, a, center), global_covariance(a)) for a in pairs.unbind(dim=1)], dim=1
+    )
     return Scene(
-        windows=windows, points=points.numpy(), weights=w.numpy(), local=local_covariance(w, points, center).numpy(),
-        centers=(points if center == "expert" else w @ points).numpy(), reference=global_covariance(points).numpy(),
-        m=m.float().numpy(), kappa=kappa.numpy(), neighbors=geometry.effective_neighbors(w).numpy(), switches=switches, step=step,
-        dims=tuple(dims), executed=range(first, first + policy.n_action_steps),
+        windows=windows,
+        points=points.numpy(),
+        weights=w.numpy(),
+        local=local_covariance(w, points, center).numpy(),
+        centers=(points if center == "expert" else w @ points).numpy(),
+        reference=global_covariance(points).numpy(),
+        m=m.float().numpy(),
+        kappa=kappa.numpy(),
+        neighbors=geometry.effective_neighbors(w).numpy(),
+        switches=switches,
+        step=step,
+        dims=tuple(dims),
+        executed=range(first, first + policy.n_action_steps),
     )
 
 
@@ -210,7 +242,7 @@ def read_log(path: pathlib.Path) -> dict[str, tuple[list[int], list[float]]]:
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
-            continue    # the last line of a run that is still writing, or was killed
+            continue  # the last line of a run that is still writing, or was killed
         for name in LOGGED:
             if math.isfinite(record.get(name, math.nan)):
                 steps, values = series.setdefault(name, ([], []))
@@ -222,23 +254,36 @@ def read_log(path: pathlib.Path) -> dict[str, tuple[list[int], list[float]]]:
 def quantiles(values: np.ndarray) -> dict[str, float]:
     """Mean and quantiles of an array of any shape, as plain numbers."""
     levels = {"min": 0, "p05": 5, "median": 50, "p95": 95, "p99": 99, "max": 100}
-    return {"mean": float(values.mean())} | {name: float(np.percentile(values, level)) for name, level in levels.items()}
+    return {"mean": float(values.mean())} | {
+        name: float(np.percentile(values, level)) for name, level in levels.items()
+    }
 
 
 def numbers(scene: Scene, chosen: list[int]) -> dict[str, Any]:
     """The content of geometry.json that comes from the scene."""
     return {
-        "batch": len(scene.windows), "step": scene.step, "dims": list(scene.dims), "switches": scene.switches,
-        "observations": [{
-            "window": int(scene.windows[i]), "action": scene.points[i].tolist(), "kappa": float(scene.kappa[i, scene.step]),
-            "effective_neighbors": float(scene.neighbors[i]), "m": scene.m[i, scene.step].tolist(),
-            "local_covariance": scene.local[i].tolist(),
-        } for i in chosen],
+        "batch": len(scene.windows),
+        "step": scene.step,
+        "dims": list(scene.dims),
+        "switches": scene.switches,
+        "observations": [
+            {
+                "window": int(scene.windows[i]),
+                "action": scene.points[i].tolist(),
+                "kappa": float(scene.kappa[i, scene.step]),
+                "effective_neighbors": float(scene.neighbors[i]),
+                "m": scene.m[i, scene.step].tolist(),
+                "local_covariance": scene.local[i].tolist(),
+            }
+            for i in chosen
+        ],
         "global_covariance": scene.reference.tolist(),
-        "kappa": quantiles(scene.kappa[:, scene.step]), "kappa_all_steps": quantiles(scene.kappa),
+        "kappa": quantiles(scene.kappa[:, scene.step]),
+        "kappa_all_steps": quantiles(scene.kappa),
         "kappa_median_by_step": np.median(scene.kappa, axis=0).tolist(),
         "m": quantiles(scene.m) | {"positive": float((scene.m > 0).mean())},
-        "m_mean_by_dim": scene.m.mean(axis=(0, 1)).tolist(), "m_mean_by_step": scene.m.mean(axis=(0, 2)).tolist(),
+        "m_mean_by_dim": scene.m.mean(axis=(0, 1)).tolist(),
+        "m_mean_by_step": scene.m.mean(axis=(0, 2)).tolist(),
         "effective_neighbors": quantiles(scene.neighbors),
     }
 
@@ -260,56 +305,88 @@ def draw_geometry(scene: Scene, chosen: list[int], title: str) -> Any:
 
     rows = math.ceil(len(chosen) / 4)
     columns = math.ceil(len(chosen) / rows)
-    relative = scene.weights * len(scene.windows)           # 1 is the weight of every sample in a uniform neighbourhood
+    relative = scene.weights * len(scene.windows)  # 1 is the weight of every sample in a uniform neighbourhood
     top = max(1.0, float(np.percentile(relative[chosen], 99)))
     middle = scene.points.mean(axis=0)
     around = ellipse_points(middle, scene.reference)
     curves = [ellipse_points(scene.centers[i], scene.local[i]) for i in chosen]
     span = np.ptp(np.concatenate([scene.points, around, *curves]), axis=0)
     shape = float(span[1] / max(span[0], 1e-12))
-    same_scale = 1 / 3 < shape < 3                          # then angles are drawn true; otherwise the units are too different for it
+    same_scale = 1 / 3 < shape < 3  # then angles are drawn true; otherwise the units are too different for it
     figure = new_figure(max(7.0, 3.6 * columns + 1.2), rows * (3.3 * (shape if same_scale else 1) + 0.9) + 1.0)
     figure.get_layout_engine().set(h_pad=0.09)
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
     for axis, i, curve in zip(panels, chosen, curves):
-        order = np.argsort(relative[i])                     # heavy neighbours on top of light ones
-        dots = axis.scatter(*scene.points[order].T, c=relative[i, order], cmap="YlOrRd", vmin=0, vmax=top, s=11, linewidths=0.2,
-                            edgecolors="#9c8a6a", zorder=1)
-        axis.plot(*around.T, color="white", linewidth=3.6, zorder=2)      # a light rim keeps the curves apart from the points
+        order = np.argsort(relative[i])  # heavy neighbours on top of light ones
+        dots = axis.scatter(
+            *scene.points[order].T,
+            c=relative[i, order],
+            cmap="YlOrRd",
+            vmin=0,
+            vmax=top,
+            s=11,
+            linewidths=0.2,
+            edgecolors="#9c8a6a",
+            zorder=1,
+        )
+        axis.plot(
+            *around.T, color="white", linewidth=3.6, zorder=2
+        )  # a light rim keeps the curves apart from the points
         axis.plot(*around.T, color=GLOBAL, linewidth=2, zorder=3)
         axis.plot(*middle, marker="+", color=GLOBAL, markersize=9, markeredgewidth=2, zorder=5)
         axis.fill(*curve.T, color=LOCAL, alpha=0.12, linewidth=0, zorder=2)
         axis.plot(*curve.T, color="white", linewidth=3.6, zorder=3)
         axis.plot(*curve.T, color=LOCAL, linewidth=2, zorder=4)
-        axis.plot(*scene.points[i], marker="*", color=QUERY, markersize=14, markeredgecolor="white", linestyle="none", zorder=6)
+        axis.plot(
+            *scene.points[i],
+            marker="*",
+            color=QUERY,
+            markersize=14,
+            markeredgecolor="white",
+            linestyle="none",
+            zorder=6,
+        )
         excess = ", ".join(f"{scene.m[i, scene.step, d]:.2f}" for d in scene.dims)
-        axis.set_title(f"window {scene.windows[i]}: κ = {scene.kappa[i, scene.step]:.2f}\n"
-                       f"m = ({excess}), {scene.neighbors[i]:.0f} effective neighbours", fontsize=10)
+        axis.set_title(
+            f"window {scene.windows[i]}: κ = {scene.kappa[i, scene.step]:.2f}\n"
+            f"m = ({excess}), {scene.neighbors[i]:.0f} effective neighbours",
+            fontsize=10,
+        )
         if same_scale:
             axis.set_aspect("equal")
         axis.tick_params(labelbottom=True)
-    for axis in panels[len(chosen):]:
+    for axis in panels[len(chosen) :]:
         axis.remove()
-    for position, axis in enumerate(panels[:len(chosen)]):
+    for position, axis in enumerate(panels[: len(chosen)]):
         if position + columns >= len(chosen):
             axis.set_xlabel(f"action dimension {scene.dims[0]} (dataset units)")
         if position % columns == 0:
             axis.set_ylabel(f"action dimension {scene.dims[1]} (dataset units)")
-    bar = figure.colorbar(dots, ax=panels[:len(chosen)].tolist(), extend="max", fraction=0.05, aspect=25, pad=0.015)
+    bar = figure.colorbar(dots, ax=panels[: len(chosen)].tolist(), extend="max", fraction=0.05, aspect=25, pad=0.015)
     bar.set_label("neighbour weight × batch size  (1 = uniform)")
     spot = "the query's expert action" if scene.switches["center"] == "expert" else "the neighbourhood's mean"
-    figure.legend(handles=[
-        Line2D([], [], marker="o", color="#e8663a", linestyle="none", label="expert actions of the batch"),
-        Line2D([], [], marker="*", color=QUERY, markersize=12, linestyle="none", label="the query's expert action"),
-        Line2D([], [], color=LOCAL, linewidth=2, label=f"local covariance around {spot}, 1 sd"),
-        Line2D([], [], color=GLOBAL, linewidth=2, marker="+", label="global covariance, 1 sd"),
-    ], loc="outside lower center", ncols=4 if columns >= 4 else 2, frameon=False)
+    figure.legend(
+        handles=[
+            Line2D([], [], marker="o", color="#e8663a", linestyle="none", label="expert actions of the batch"),
+            Line2D([], [], marker="*", color=QUERY, markersize=12, linestyle="none", label="the query's expert action"),
+            Line2D([], [], color=LOCAL, linewidth=2, label=f"local covariance around {spot}, 1 sd"),
+            Line2D([], [], color=GLOBAL, linewidth=2, marker="+", label="global covariance, 1 sd"),
+        ],
+        loc="outside lower center",
+        ncols=4 if columns >= 4 else 2,
+        frameon=False,
+    )
     figure.suptitle(title)
     return figure
 
 
-def draw_distribution(scene: Scene, series: dict[str, tuple[list[int], list[float]]], train_batch: int | None, checkpoint_step: int | None,
-                      title: str) -> Any:
+def draw_distribution(
+    scene: Scene,
+    series: dict[str, tuple[list[int], list[float]]],
+    train_batch: int | None,
+    checkpoint_step: int | None,
+    title: str,
+) -> Any:
     """m over the batch and the chunk, kappa over the batch; below, how the logged statistics of m went over training."""
     import matplotlib
 
@@ -326,16 +403,32 @@ def draw_distribution(scene: Scene, series: dict[str, tuple[list[int], list[floa
     for d in range(dim):
         values = scene.m[..., d].flatten()
         positive = values[values > 0]
-        axis.hist(positive.clip(max=bins[-1]), bins=bins, weights=np.full(len(positive), 1 / len(values)), histtype="step", linewidth=1.8,
-                  color=colors[d % len(colors)], label=f"dimension {d} ({np.mean(values == 0):.0%} are zero)")
-    axis.set(xlabel="excess m, where positive (last bin: and above)", ylabel="share of samples",
-             title=f"m over {batch} windows × {horizon} steps")
+        axis.hist(
+            positive.clip(max=bins[-1]),
+            bins=bins,
+            weights=np.full(len(positive), 1 / len(values)),
+            histtype="step",
+            linewidth=1.8,
+            color=colors[d % len(colors)],
+            label=f"dimension {d} ({np.mean(values == 0):.0%} are zero)",
+        )
+    axis.set(
+        xlabel="excess m, where positive (last bin: and above)",
+        ylabel="share of samples",
+        title=f"m over {batch} windows × {horizon} steps",
+    )
     axis.legend(**many)
 
     axis = axes[0, 1]
     axis.axvspan(scene.executed.start - 0.5, scene.executed.stop - 0.5, color="0.93", zorder=0, label="executed")
     for d in range(dim):
-        axis.plot(scene.m[..., d].mean(axis=0), marker="o", markersize=4, color=colors[d % len(colors)], label=f"dimension {d}")
+        axis.plot(
+            scene.m[..., d].mean(axis=0),
+            marker="o",
+            markersize=4,
+            color=colors[d % len(colors)],
+            label=f"dimension {d}",
+        )
     axis.set(xlabel="chunk step", ylabel="mean m over the batch", title="m along the action chunk")
     axis.set_ylim(bottom=0, top=None)
     axis.xaxis.get_major_locator().set_params(integer=True)
@@ -344,13 +437,18 @@ def draw_distribution(scene: Scene, series: dict[str, tuple[list[int], list[floa
     axis = axes[0, 2]
     now = scene.kappa[:, scene.step]
     bins = np.linspace(1, max(float(np.percentile(scene.kappa, 99.8)), 1.1), 41)
-    for values, look in ((now, dict(color=LOCAL, alpha=0.35, label=f"step {scene.step}")),
-                         (scene.kappa.flatten(), dict(color=GLOBAL, histtype="step", linewidth=1.8, label=f"all {horizon} steps"))):
+    for values, look in (
+        (now, dict(color=LOCAL, alpha=0.35, label=f"step {scene.step}")),
+        (scene.kappa.flatten(), dict(color=GLOBAL, histtype="step", linewidth=1.8, label=f"all {horizon} steps")),
+    ):
         axis.hist(values.clip(max=bins[-1]), bins=bins, weights=np.full(len(values), 1 / len(values)), **look)
     low, middle, high = np.percentile(now, [5, 50, 95])
     axis.axvline(middle, color=LOCAL, linestyle="--", linewidth=1.5, label=f"median of step {scene.step}")
-    axis.set(xlabel=f"κ of dimensions {scene.dims[0]} and {scene.dims[1]} (last bin: and above)", ylabel="share of windows",
-             title=f"κ: median {middle:.2f}, 5–95 % {low:.2f} to {high:.2f}")
+    axis.set(
+        xlabel=f"κ of dimensions {scene.dims[0]} and {scene.dims[1]} (last bin: and above)",
+        ylabel="share of windows",
+        title=f"κ: median {middle:.2f}, 5–95 % {low:.2f} to {high:.2f}",
+    )
     axis.legend(fontsize=9)
 
     if series:
@@ -359,20 +457,31 @@ def draw_distribution(scene: Scene, series: dict[str, tuple[list[int], list[floa
     return figure
 
 
-def _draw_training(axes: Any, series: dict[str, tuple[list[int], list[float]]], train_batch: int | None,
-                   checkpoint_step: int | None) -> None:
+def _draw_training(
+    axes: Any, series: dict[str, tuple[list[int], list[float]]], train_batch: int | None, checkpoint_step: int | None
+) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
     size = f"training batches of {train_batch}" if train_batch else "training batches"
     plots = (
         (("m_mean", "m_p99", "m_max"), "excess m", f"m over training ({size})"),
         (("m_positive",), "share of m > 0", "positive excess over training"),
-        (("effective_neighbors",), "effective neighbours" + (f" of {train_batch}" if train_batch else ""), "neighbourhoods over training"),
+        (
+            ("effective_neighbors",),
+            "effective neighbours" + (f" of {train_batch}" if train_batch else ""),
+            "neighbourhoods over training",
+        ),
     )
     for axis, (names, label, title) in zip(axes, plots):
         for name, color in zip(names, (LOCAL, "#e08214", "#b2182b")):
             if name in series:
-                axis.plot(*series[name], color=color, linewidth=1.2, marker="." if len(series[name][0]) < 30 else None, label=name)
+                axis.plot(
+                    *series[name],
+                    color=color,
+                    linewidth=1.2,
+                    marker="." if len(series[name][0]) < 30 else None,
+                    label=name,
+                )
         if checkpoint_step:
             axis.axvline(checkpoint_step, color="0.4", linestyle=":", linewidth=1.3, label="this checkpoint")
         axis.set(xlabel="training step", ylabel=label, title=title)
@@ -396,20 +505,44 @@ def integers(text: str) -> list[int]:
 
 
 def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(prog="python -m idp_workspace.visualize", description="Draw the conditional expert geometry of a checkpoint.")
-    out.add_argument("-c", "--checkpoint", required=True, help="a .ckpt file of a run with a generator (IDP or Naive Drifting)")
+    out = argparse.ArgumentParser(
+        prog="python -m idp_workspace.visualize", description="Draw the conditional expert geometry of a checkpoint."
+    )
+    out.add_argument(
+        "-c", "--checkpoint", required=True, help="a .ckpt file of a run with a generator (IDP or Naive Drifting)"
+    )
     out.add_argument("-o", "--output", help=f"folder for {', '.join(FILES)} (default: `geometry` in the run's folder)")
     which = out.add_mutually_exclusive_group()
-    which.add_argument("--observations", type=integers, metavar="I,J,K",
-                       help="windows of the dataset to draw (default: --n of them, from low to high excess m)")
+    which.add_argument(
+        "--observations",
+        type=integers,
+        metavar="I,J,K",
+        help="windows of the dataset to draw (default: --n of them, from low to high excess m)",
+    )
     which.add_argument("--n", type=int, default=4, help="how many observations to draw (default: %(default)s)")
-    out.add_argument("--step", type=int, help="step of the action chunk that is drawn (default: the first that is executed)")
-    out.add_argument("--dims", type=integers, default=[0, 1], metavar="X,Y", help="the two action dimensions that are drawn (default: 0,1)")
-    out.add_argument("--batch", type=int, default=1024,
-                     help="how many windows are compared with each other; all, if the dataset has fewer (default: %(default)s)")
+    out.add_argument(
+        "--step", type=int, help="step of the action chunk that is drawn (default: the first that is executed)"
+    )
+    out.add_argument(
+        "--dims",
+        type=integers,
+        default=[0, 1],
+        metavar="X,Y",
+        help="the two action dimensions that are drawn (default: 0,1)",
+    )
+    out.add_argument(
+        "--batch",
+        type=int,
+        default=1024,
+        help="how many windows are compared with each other; all, if the dataset has fewer (default: %(default)s)",
+    )
     out.add_argument("--seed", type=int, default=0, help="chooses the windows of the batch (default: %(default)s)")
-    out.add_argument("-d", "--device", default="auto", help="where the encoder runs: auto (default), cpu, cuda, cuda:1, mps")
-    out.add_argument("--trust-checkpoint", action="store_true", help="open a pickled checkpoint, which runs code from the file")
+    out.add_argument(
+        "-d", "--device", default="auto", help="where the encoder runs: auto (default), cpu, cuda, cuda:1, mps"
+    )
+    out.add_argument(
+        "--trust-checkpoint", action="store_true", help="open a pickled checkpoint, which runs code from the file"
+    )
     out.add_argument("--overwrite", action="store_true", help="replace pictures that are already there")
     return out
 
@@ -444,27 +577,43 @@ def visualize(options: argparse.Namespace, command: str = "") -> dict[str, Any]:
 
     step, cfg = getattr(workspace, "global_step", None), workspace.cfg
     series = read_log(run / "logs.json.txt")
-    weighted = bool(getattr(policy.options, "geometry", False))     # whether m was part of this policy's loss
+    weighted = bool(getattr(policy.options, "geometry", False))  # whether m was part of this policy's loss
     about = f"{cfg.task.get('name', 'task')}, {type(policy).__name__} at training step {step}{'' if weighted else ' (trained without m)'}"
     report = {
-        "checkpoint": str(checkpoint), "policy": type(policy).__name__, "geometry_in_loss": weighted, "global_step": step,
-        "seed": options.seed, "device": str(device), **numbers(scene, chosen),
-        "training": {name: {"first": values[0], "last": values[-1], "records": len(values)} for name, (_, values) in series.items()},
-        "command": command, "versions": versions(),
+        "checkpoint": str(checkpoint),
+        "policy": type(policy).__name__,
+        "geometry_in_loss": weighted,
+        "global_step": step,
+        "seed": options.seed,
+        "device": str(device),
+        **numbers(scene, chosen),
+        "training": {
+            name: {"first": values[0], "last": values[-1], "records": len(values)}
+            for name, (_, values) in series.items()
+        },
+        "command": command,
+        "versions": versions(),
     }
     pictures = {
-        "geometry.png": draw_geometry(scene, chosen, f"Observation-conditioned expert geometry: {about}, chunk step {scene.step}"),
-        "m_distribution.png": draw_distribution(scene, series, cfg.get("dataloader", {}).get("batch_size"), step,
-                                                f"Local geometry excess: {about}"),
+        "geometry.png": draw_geometry(
+            scene, chosen, f"Observation-conditioned expert geometry: {about}, chunk step {scene.step}"
+        ),
+        "m_distribution.png": draw_distribution(
+            scene, series, cfg.get("dataloader", {}).get("batch_size"), step, f"Local geometry excess: {about}"
+        ),
     }
     output.mkdir(parents=True, exist_ok=True)
     for name, figure in pictures.items():
         write(output / name, lambda file: figure.savefig(file, format="png", dpi=130))
     write(output / "geometry.json", lambda file: file.write(json.dumps(report, indent=2).encode()))
     kappa, m = report["kappa"], report["m"]
-    print(f"kappa  median {kappa['median']:.2f}, 5 to 95 % {kappa['p05']:.2f} to {kappa['p95']:.2f}, at chunk step {scene.step}")
-    print(f"m      mean {m['mean']:.3f}, p99 {m['p99']:.3f}, max {m['max']:.3f}, positive {m['positive']:.0%}; "
-          f"{report['effective_neighbors']['mean']:.0f} effective neighbours of {len(windows)}")
+    print(
+        f"kappa  median {kappa['median']:.2f}, 5 to 95 % {kappa['p05']:.2f} to {kappa['p95']:.2f}, at chunk step {scene.step}"
+    )
+    print(
+        f"m      mean {m['mean']:.3f}, p99 {m['p99']:.3f}, max {m['max']:.3f}, positive {m['positive']:.0%}; "
+        f"{report['effective_neighbors']['mean']:.0f} effective neighbours of {len(windows)}"
+    )
     print(f"written to {output}: {', '.join(FILES)}")
     return report
 

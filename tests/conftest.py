@@ -1,4 +1,5 @@
 """Shared fixtures. Reference material beside the checkout is used when it is there and never needed."""
+
 import os
 import pathlib
 
@@ -11,7 +12,7 @@ import torch
 
 from diffusion_policy.gym_util.mujoco_point_cloud import choose_renderer
 
-choose_renderer()       # before a test module imports robosuite, which would choose a GPU's
+choose_renderer()  # before a test module imports robosuite, which would choose a GPU's
 torch.set_num_threads(1)
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

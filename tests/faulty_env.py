@@ -1,4 +1,5 @@
 """PushT that fails where it is told to. A module of its own, light, because the processes of environments import it."""
+
 import ctypes
 import os
 import pathlib

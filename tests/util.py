@@ -1,4 +1,5 @@
 """Small pieces that several tests need."""
+
 import pathlib
 
 import hydra
@@ -33,5 +34,10 @@ def train_here(output, name: str, *overrides: str) -> tuple:
 def unit_normalizer(obs_dim: int, action_dim: int) -> LinearNormalizer:
     """Maps [-1, 1] to itself, so that tests can speak of normalised numbers."""
     normalizer = LinearNormalizer()
-    normalizer.fit({"obs": torch.tensor([[-1.0], [1.0]]).expand(2, obs_dim), "action": torch.tensor([[-1.0], [1.0]]).expand(2, action_dim)})
+    normalizer.fit(
+        {
+            "obs": torch.tensor([[-1.0], [1.0]]).expand(2, obs_dim),
+            "action": torch.tensor([[-1.0], [1.0]]).expand(2, action_dim),
+        }
+    )
     return normalizer

@@ -1,13 +1,19 @@
 """What is fuzzed. A target makes its good inputs once; then, for each case,
 
-    inputs(seed, start, stop, use)   calls use(number, value) for the values of (seed, number)
-    check(value) -> outcome          'read', or the name of a clear error; raises for anything else
-    describe(value) -> str           for the report of a finding
+inputs(seed, start, stop, use)   calls use(number, value) for the values of (seed, number)
+check(value) -> outcome          'read', or the name of a clear error; raises for anything else
+describe(value) -> str           for the report of a finding
 """
+
 import importlib
 
-NAMES = {"zarr": "zarr_files.ZarrTarget", "hdf5": "hdf5_files.Hdf5Target", "checkpoint": "checkpoints.CheckpointTarget",
-         "overrides": "overrides.OverrideTarget", "observations": "observations.ObservationTarget"}
+NAMES = {
+    "zarr": "zarr_files.ZarrTarget",
+    "hdf5": "hdf5_files.Hdf5Target",
+    "checkpoint": "checkpoints.CheckpointTarget",
+    "overrides": "overrides.OverrideTarget",
+    "observations": "observations.ObservationTarget",
+}
 
 
 def load(name: str) -> type:

@@ -1,4 +1,5 @@
 """Checkpoints: bytes changed, archives rebuilt around changed pickles, payloads of other types, programs."""
+
 from __future__ import annotations
 
 import io
@@ -11,7 +12,15 @@ import numpy as np
 import torch
 
 from benchmarks.fuzz import Finding
-from benchmarks.fuzz_targets.mutate import ODD, Creates, FileTarget, mutate_bytes, mutate_structure, pick, pickled_payload
+from benchmarks.fuzz_targets.mutate import (
+    ODD,
+    Creates,
+    FileTarget,
+    mutate_bytes,
+    mutate_structure,
+    pick,
+    pickled_payload,
+)
 from benchmarks.fuzz_targets.small import small_config, workspace_of
 from diffusion_policy.common import checkpoint_io
 from diffusion_policy.common.errors import CheckpointError
@@ -63,8 +72,12 @@ class CheckpointTarget(FileTarget):
             raise Finding("changed bytes were read as another payload")
         if kind in ("bomb", "program"):
             raise Finding(f"a {kind} was read")
-        if not (isinstance(payload["cfg"], dict) and isinstance(payload["state_dicts"], dict) and isinstance(payload.get("attributes", {}), dict)
-                and all(isinstance(state, dict) for state in payload["state_dicts"].values())):
+        if not (
+            isinstance(payload["cfg"], dict)
+            and isinstance(payload["state_dicts"], dict)
+            and isinstance(payload.get("attributes", {}), dict)
+            and all(isinstance(state, dict) for state in payload["state_dicts"].values())
+        ):
             raise Finding("a payload of the wrong structure was read")
         return "read"
 
@@ -92,7 +105,15 @@ class CheckpointTarget(FileTarget):
 
     def _types(self, rng) -> bytes:
         out = io.BytesIO()
-        odd = [*ODD, (1, 2), torch.zeros(2), torch.zeros(2, dtype=torch.float64), np.float64(1), {1: 2}, {"_target_": "os.system", "command": "true"}]
+        odd = [
+            *ODD,
+            (1, 2),
+            torch.zeros(2),
+            torch.zeros(2, dtype=torch.float64),
+            np.float64(1),
+            {1: 2},
+            {"_target_": "os.system", "command": "true"},
+        ]
         torch.save(mutate_structure(rng, _plain(self.raw), odd), out)
         return out.getvalue()
 
@@ -103,7 +124,7 @@ class CheckpointTarget(FileTarget):
             return rebuilt({**self.entries, name: bytes(50_000_000)}, zipfile.ZIP_DEFLATED)
         if kind == 1:
             return rebuilt(self.entries, int(pick(rng, [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])))
-        out = io.BytesIO()      # a small storage behind a large tensor
+        out = io.BytesIO()  # a small storage behind a large tensor
         torch.save({**self.raw, "state_dicts": {"model": torch.zeros(1).expand(10**6, 10**6)}}, out)
         return out.getvalue()
 
@@ -116,11 +137,21 @@ class CheckpointTarget(FileTarget):
                 return rebuilt({**self.entries, name: pickled_payload(rng, self.canary)})
             case 2:
                 out = io.BytesIO()
-                torch.save({**self.raw, pick(rng, ["cfg", "state_dicts", "attributes", "format", "x"]): Creates(self.canary, pick(rng, [open, os.system]))}, out)
+                torch.save(
+                    {
+                        **self.raw,
+                        pick(rng, ["cfg", "state_dicts", "attributes", "format", "x"]): Creates(
+                            self.canary, pick(rng, [open, os.system])
+                        ),
+                    },
+                    out,
+                )
                 return out.getvalue()
             case 3:
                 out = io.BytesIO()
-                torch.save({**self.raw, "attributes": {"x": Creates(self.canary)}}, out, _use_new_zipfile_serialization=False)
+                torch.save(
+                    {**self.raw, "attributes": {"x": Creates(self.canary)}}, out, _use_new_zipfile_serialization=False
+                )
                 return out.getvalue()
         data = pickle.dumps({**_plain(self.raw, tensors=False), "x": Creates(self.canary)})
         return data
@@ -128,9 +159,36 @@ class CheckpointTarget(FileTarget):
     def _whole(self, rng) -> bytes:
         """Something else that torch.save can write, or no torch file at all."""
         out = io.BytesIO()
-        torch.save(pick(rng, [None, 3, "text", [], {}, {"cfg": 1, "state_dicts": 2}, {"cfg": {}, "state_dicts": {"model": 3}}, {"cfg": {}, "state_dicts": []},
-                              {"cfg": {"policy": None}, "state_dicts": {}, "format": "x"}, torch.zeros(3), {"format": 10**9, "cfg": {}, "state_dicts": {}}]), out)
-        return pick(rng, [out.getvalue(), rng.bytes(int(rng.integers(0, 3000))), b"", b"PK\x03\x04", b"\x80\x02.", out.getvalue()[:-30]])
+        torch.save(
+            pick(
+                rng,
+                [
+                    None,
+                    3,
+                    "text",
+                    [],
+                    {},
+                    {"cfg": 1, "state_dicts": 2},
+                    {"cfg": {}, "state_dicts": {"model": 3}},
+                    {"cfg": {}, "state_dicts": []},
+                    {"cfg": {"policy": None}, "state_dicts": {}, "format": "x"},
+                    torch.zeros(3),
+                    {"format": 10**9, "cfg": {}, "state_dicts": {}},
+                ],
+            ),
+            out,
+        )
+        return pick(
+            rng,
+            [
+                out.getvalue(),
+                rng.bytes(int(rng.integers(0, 3000))),
+                b"",
+                b"PK\x03\x04",
+                b"\x80\x02.",
+                out.getvalue()[:-30],
+            ],
+        )
 
 
 def _plain(value, tensors: bool = True):

@@ -1,4 +1,5 @@
 """robomimic's hdf5 files: bytes of good ones changed, and well-formed ones that are odd."""
+
 from __future__ import annotations
 
 import pathlib
@@ -36,9 +37,14 @@ class Hdf5Target(FileTarget):
     """Oracle: what is read equals what h5py alone reads from the same file; where all of a file is checksummed (`latest` with fletcher32),
     it equals what was written."""
 
-    FORMATS = {"contiguous": {}, "chunked": {"chunks": (5, 2)}, "gzip": {"chunks": (5, 3), "compression": "gzip", "shuffle": True},
-               "lzf": {"chunks": True, "compression": "lzf"}, "fletcher32": {"chunks": (6, 3), "fletcher32": True},
-               "latest": {"libver": "latest", "chunks": (6, 3), "fletcher32": True}}
+    FORMATS = {
+        "contiguous": {},
+        "chunked": {"chunks": (5, 2)},
+        "gzip": {"chunks": (5, 3), "compression": "gzip", "shuffle": True},
+        "lzf": {"chunks": True, "compression": "lzf"},
+        "fletcher32": {"chunks": (6, 3), "fletcher32": True},
+        "latest": {"libver": "latest", "chunks": (6, 3), "fletcher32": True},
+    }
 
     def __init__(self, folder: pathlib.Path, canary: pathlib.Path):
         self.path, self.canary, self.process = folder / "case.hdf5", canary, Hdf5Process(time_limit=60)
@@ -81,7 +87,9 @@ class Hdf5Target(FileTarget):
                     expected = np.concatenate([file[f"data/demo_{demo}/{key}"][:] for demo in range(len(ends))])
             # Zeros have the Fletcher checksum zero: where both were overwritten by zeros, nothing shows it.
             if found.shape != expected.shape or not ((found == expected) | (found == 0) & (base == "latest")).all():
-                raise Finding(f"{key} was read with other values than {'were written' if base == 'latest' else 'by h5py'}")
+                raise Finding(
+                    f"{key} was read with other values than {'were written' if base == 'latest' else 'by h5py'}"
+                )
         return "read"
 
     def _restructure(self, rng) -> str:
@@ -90,16 +98,49 @@ class Hdf5Target(FileTarget):
             name = f"data/demo_{int(rng.integers(len(LENGTHS)))}"
             key = f"{name}/{pick(rng, KEYS)}"
             shape = file[key].shape
-            how = pick(rng, ["nothing", "missing", "soft", "external", "virtual", "storage", "shape", "length", "empty", "nan", "object", "vlen", "reference",
-                             "compound", "string", "scalar", "gap", "name", "env_args", "pickle", "group", "bool", "huge", "unwritten", "enum", "same",
-                             "attribute", "filter", "dtype"])
+            how = pick(
+                rng,
+                [
+                    "nothing",
+                    "missing",
+                    "soft",
+                    "external",
+                    "virtual",
+                    "storage",
+                    "shape",
+                    "length",
+                    "empty",
+                    "nan",
+                    "object",
+                    "vlen",
+                    "reference",
+                    "compound",
+                    "string",
+                    "scalar",
+                    "gap",
+                    "name",
+                    "env_args",
+                    "pickle",
+                    "group",
+                    "bool",
+                    "huge",
+                    "unwritten",
+                    "enum",
+                    "same",
+                    "attribute",
+                    "filter",
+                    "dtype",
+                ],
+            )
             if how not in ("nothing", "gap", "name", "env_args", "pickle", "attribute"):
                 del file[key]
             match how:
                 case "soft":
                     file[key] = h5py.SoftLink(pick(rng, ["/data/demo_0/actions", "/nowhere", key]))
                 case "external":
-                    file[key] = h5py.ExternalLink(pick(rng, [str(self.elsewhere), "/etc/passwd", "nothing"]), "/data/demo_0/actions")
+                    file[key] = h5py.ExternalLink(
+                        pick(rng, [str(self.elsewhere), "/etc/passwd", "nothing"]), "/data/demo_0/actions"
+                    )
                 case "virtual":
                     layout = h5py.VirtualLayout(shape=shape, dtype="f8")
                     layout[:] = h5py.VirtualSource(str(self.elsewhere), "data/demo_0/actions", shape=shape)
@@ -132,7 +173,7 @@ class Hdf5Target(FileTarget):
                     other = pick(rng, ["data/demo_", "data/demo_-1", "data/demo_00", "data/épisode", "elsewhere"])
                     file.move(name, other)
                     if name.endswith(str(len(LENGTHS) - 1)) and not other.startswith("data/"):
-                        return ""       # the last one is gone: a good file with fewer
+                        return ""  # the last one is gone: a good file with fewer
                 case "env_args":
                     file["data"].attrs["env_args"] = pick(rng, ["{", "[1]", b"\xff\xfe", 3, [1, 2], "[" * 60_000])
                 case "pickle":
@@ -143,7 +184,13 @@ class Hdf5Target(FileTarget):
                 case "bool" | "enum":
                     file.create_dataset(key, shape, bool if how == "bool" else h5py.enum_dtype({"a": 1}))
                 case "huge":
-                    file.create_dataset(key, (10**int(rng.integers(6, 17)), shape[1]), "f8", chunks=(1000, shape[1]), compression="gzip")
+                    file.create_dataset(
+                        key,
+                        (10 ** int(rng.integers(6, 17)), shape[1]),
+                        "f8",
+                        chunks=(1000, shape[1]),
+                        compression="gzip",
+                    )
                 case "unwritten":
                     file.create_dataset(key, shape, "f8", chunks=pick(rng, [None, True]))
                 case "same":
@@ -153,9 +200,17 @@ class Hdf5Target(FileTarget):
                 case "filter":
                     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
                     plist.set_chunk(shape)
-                    plist.set_filter(h5py.h5z.FILTER_NBIT if rng.random() < 0.5 else h5py.h5z.FILTER_SCALEOFFSET, h5py.h5z.FLAG_OPTIONAL, (2, 0))
+                    plist.set_filter(
+                        h5py.h5z.FILTER_NBIT if rng.random() < 0.5 else h5py.h5z.FILTER_SCALEOFFSET,
+                        h5py.h5z.FLAG_OPTIONAL,
+                        (2, 0),
+                    )
                     group, _, last = key.rpartition("/")
-                    dataset = h5py.Dataset(h5py.h5d.create(file[group].id, last.encode(), h5py.h5t.NATIVE_INT64, h5py.h5s.create_simple(shape), plist))
+                    dataset = h5py.Dataset(
+                        h5py.h5d.create(
+                            file[group].id, last.encode(), h5py.h5t.NATIVE_INT64, h5py.h5s.create_simple(shape), plist
+                        )
+                    )
                     dataset[:] = 1
                 case "dtype":
                     file[key] = np.ones(shape, "f4")

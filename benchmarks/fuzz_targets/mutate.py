@@ -1,4 +1,5 @@
 """Damage, from a random generator: to bytes, to JSON, and payloads that would create a file."""
+
 from __future__ import annotations
 
 import copy
@@ -6,15 +7,58 @@ import json
 import os
 import pickle
 import zlib
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
-from hypothesis import HealthCheck, Phase, given, seed as hypothesis_seed, settings, strategies as st
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as hypothesis_seed
 
 INTERESTING = (0, 1, 0x7F, 0x80, 0xFE, 0xFF)
-SIZES = (0, 1, -1, 2, 3, 7, 255, 256, 65535, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40, 2**62, 2**63 - 1, 2**64, -2**63, 10**30)
-ODD = (None, True, False, "", "0", "NaN", "-1", "é\u202e\x00", "a" * 5000, [], {}, [0], [[]], {"id": "pickle"}, {"a": {}}, 0.5, -0.0, 1e308, float("nan"),
-       float("inf"), *SIZES)
+SIZES = (
+    0,
+    1,
+    -1,
+    2,
+    3,
+    7,
+    255,
+    256,
+    65535,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**32,
+    2**40,
+    2**62,
+    2**63 - 1,
+    2**64,
+    -(2**63),
+    10**30,
+)
+ODD = (
+    None,
+    True,
+    False,
+    "",
+    "0",
+    "NaN",
+    "-1",
+    "é\u202e\x00",
+    "a" * 5000,
+    [],
+    {},
+    [0],
+    [[]],
+    {"id": "pickle"},
+    {"a": {}},
+    0.5,
+    -0.0,
+    1e308,
+    float("nan"),
+    float("inf"),
+    *SIZES,
+)
 
 
 class FileTarget:
@@ -41,7 +85,13 @@ class StrategyTarget:
             numbers = iter(range(batch * self.batch, (batch + 1) * self.batch))
 
             @hypothesis_seed(seed * 1_000_003 + batch)
-            @settings(max_examples=self.batch, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+            @settings(
+                max_examples=self.batch,
+                database=None,
+                deadline=None,
+                phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            )
             @given(self.strategy)
             def run(value: Any) -> None:
                 number = next(numbers, None)
@@ -49,7 +99,7 @@ class StrategyTarget:
                     use(number, value)
 
             run()
-            for number in numbers:      # of a small strategy, hypothesis may know that it has tried everything
+            for number in numbers:  # of a small strategy, hypothesis may know that it has tried everything
                 use(number, None)
 
     def describe(self, value: Any) -> str:
@@ -72,7 +122,9 @@ def mutate_bytes(rng: np.random.Generator, data: bytes, other: bytes = b"") -> b
 def _place(rng, data) -> int:
     """Anywhere, but often near the beginning or the end, where headers are."""
     n = max(1, len(data))
-    return int(pick(rng, [rng.integers(n), rng.integers(n), rng.integers(min(n, 64)), n - 1 - rng.integers(min(n, 64))]))
+    return int(
+        pick(rng, [rng.integers(n), rng.integers(n), rng.integers(min(n, 64)), n - 1 - rng.integers(min(n, 64))])
+    )
 
 
 def _flip(rng, data, other):
@@ -94,16 +146,20 @@ def _number(rng, data, other):
     """An integer field becomes an odd one."""
     width = int(rng.choice([2, 4, 8]))
     at = _place(rng, data)
-    return data[:at] + (int(pick(rng, SIZES)) % (1 << 8 * width)).to_bytes(width, "little") + data[at + width:] if len(data) > at + width else data
+    return (
+        data[:at] + (int(pick(rng, SIZES)) % (1 << 8 * width)).to_bytes(width, "little") + data[at + width :]
+        if len(data) > at + width
+        else data
+    )
 
 
 def _cut(rng, data, other):
-    return data[:_place(rng, data)]
+    return data[: _place(rng, data)]
 
 
 def _remove(rng, data, other):
     at = _place(rng, data)
-    return data[:at] + data[at + int(rng.integers(1, 64)):]
+    return data[:at] + data[at + int(rng.integers(1, 64)) :]
 
 
 def _insert(rng, data, other):
@@ -114,12 +170,12 @@ def _insert(rng, data, other):
 def _splice(rng, data, other):
     length = int(rng.integers(1, 256))
     at, source = _place(rng, data), _place(rng, other)
-    return data[:at] + other[source:source + length] + data[at + length:]
+    return data[:at] + other[source : source + length] + data[at + length :]
 
 
 def _fill(rng, data, other):
     at, length = _place(rng, data), int(rng.choice([4, 16, 256, 4096]))
-    return data[:at] + bytes([pick(rng, (0, 255))]) * len(data[at:at + length]) + data[at + length:]
+    return data[:at] + bytes([pick(rng, (0, 255))]) * len(data[at : at + length]) + data[at + length :]
 
 
 def _append(rng, data, other):

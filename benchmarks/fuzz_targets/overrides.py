@@ -1,4 +1,5 @@
 """Overrides of a configuration, as on the command line of train.py, up to the point where training would start."""
+
 from __future__ import annotations
 
 import pathlib
@@ -14,30 +15,138 @@ from benchmarks.fuzz_targets.mutate import StrategyTarget
 from benchmarks.fuzz_targets.small import config, small_config, workspace_of
 from diffusion_policy.common.errors import ConfigError, UserError
 
-CONFIGS = ("train_idp_mlp_lowdim", "train_naive_drifting_unet_lowdim", "train_diffusion_transformer_lowdim_pusht_workspace")
+CONFIGS = (
+    "train_idp_mlp_lowdim",
+    "train_naive_drifting_unet_lowdim",
+    "train_diffusion_transformer_lowdim_pusht_workspace",
+)
 #: Either small or absurd: numbers between would only ask for what they get, a large network.
-NUMBERS = ("0", "1", "-1", "2", "3", "7", "0.5", "-0.0", "1e-30", "1e308", "nan", "inf", "-inf", "2147483648", "9223372036854775807",
-           "100000000000000000000000000000", "-9223372036854775809", "1_0", "0x10", "1e5000")
-WORDS = ("null", "true", "false", "''", "[]", "{}", "[1,2]", "[0]", "{a:1}", "[[]]", "auto", "cpu", "cuda:99", "mps", "none", "cosine", "constant", "softmax", "???",
-         "${policy}", "${nothing}", "${training.seed}", "${eval:'1+1'}", "${eval:'9**9**9'}", "${eval:'1/0'}", "${oc.env:HOME}", "${oc.env:NOTHING}",
-         "${now:%Y}", "${project:x}", "${oc.select:a}", "${.}", "${..seed}", "${policy.horizon}", "/nowhere", "data", "é", "\u202e", "'\\x00'", "a=b", "a,b", "1,2",
-         "range(1,3)", "glob(*)", "choice(1,2)", "x" * 3000)
-TARGETS = ("os.getcwd", "builtins.dict", "builtins.list", "math.sqrt", "idp_workspace.policy.Nothing", "idp_workspace.policy", "nothing.at.all", "a..b", ".", "",
-           "torch.nn.Linear", "idp_workspace.policy.NaiveDriftingPolicy", "idp_workspace.policy.IDPPolicy",
-           "diffusion_policy.dataset.pusht_dataset.PushTStateDataset", "diffusion_policy.dataset.pusht_dataset.PushTLowdimDataset",
-           "diffusion_policy.dataset.base_dataset.BaseLowdimDataset", "torch.optim.SGD", "torch.optim.AdamW")
-GROUPS = ("preset=cpu", "preset=nothing", "task=pusht_lowdim", "task=pusht_state", "ablation=shuffled_neighbors", "backbone=unet", "backbone=mlp", "objective=flow",
-          "~task", "~preset", "+task=pusht_lowdim", "task@policy=pusht_lowdim")
+NUMBERS = (
+    "0",
+    "1",
+    "-1",
+    "2",
+    "3",
+    "7",
+    "0.5",
+    "-0.0",
+    "1e-30",
+    "1e308",
+    "nan",
+    "inf",
+    "-inf",
+    "2147483648",
+    "9223372036854775807",
+    "100000000000000000000000000000",
+    "-9223372036854775809",
+    "1_0",
+    "0x10",
+    "1e5000",
+)
+WORDS = (
+    "null",
+    "true",
+    "false",
+    "''",
+    "[]",
+    "{}",
+    "[1,2]",
+    "[0]",
+    "{a:1}",
+    "[[]]",
+    "auto",
+    "cpu",
+    "cuda:99",
+    "mps",
+    "none",
+    "cosine",
+    "constant",
+    "softmax",
+    "???",
+    "${policy}",
+    "${nothing}",
+    "${training.seed}",
+    "${eval:'1+1'}",
+    "${eval:'9**9**9'}",
+    "${eval:'1/0'}",
+    "${oc.env:HOME}",
+    "${oc.env:NOTHING}",
+    "${now:%Y}",
+    "${project:x}",
+    "${oc.select:a}",
+    "${.}",
+    "${..seed}",
+    "${policy.horizon}",
+    "/nowhere",
+    "data",
+    "é",
+    "\u202e",
+    "'\\x00'",
+    "a=b",
+    "a,b",
+    "1,2",
+    "range(1,3)",
+    "glob(*)",
+    "choice(1,2)",
+    "x" * 3000,
+)
+TARGETS = (
+    "os.getcwd",
+    "builtins.dict",
+    "builtins.list",
+    "math.sqrt",
+    "idp_workspace.policy.Nothing",
+    "idp_workspace.policy",
+    "nothing.at.all",
+    "a..b",
+    ".",
+    "",
+    "torch.nn.Linear",
+    "idp_workspace.policy.NaiveDriftingPolicy",
+    "idp_workspace.policy.IDPPolicy",
+    "diffusion_policy.dataset.pusht_dataset.PushTStateDataset",
+    "diffusion_policy.dataset.pusht_dataset.PushTLowdimDataset",
+    "diffusion_policy.dataset.base_dataset.BaseLowdimDataset",
+    "torch.optim.SGD",
+    "torch.optim.AdamW",
+)
+GROUPS = (
+    "preset=cpu",
+    "preset=nothing",
+    "task=pusht_lowdim",
+    "task=pusht_state",
+    "ablation=shuffled_neighbors",
+    "backbone=unet",
+    "backbone=mlp",
+    "objective=flow",
+    "~task",
+    "~preset",
+    "+task=pusht_lowdim",
+    "task@policy=pusht_lowdim",
+)
 
 
 def strategy(canary: pathlib.Path) -> st.SearchStrategy:
     keys = sorted({key for name in CONFIGS for key in flat(OmegaConf.to_container(config(name, ["preset=debug"])))})
-    likely = [key for key in keys if key.startswith(("policy.", "training.", "optimizer.", "dataloader.", "task.dataset.", "ema.", "size.", "horizon", "n_"))]
-    odd_key = st.one_of(st.sampled_from(keys), st.text(max_size=8), st.sampled_from(likely).map(lambda key: key + ".x"), st.sampled_from(keys).map(lambda key: key[:-1]))
-    program = f"${{eval:'open(\"{canary}\", \"w\")'}}", f"${{eval:__import__(os).system('touch {canary}')}}"
+    likely = [
+        key
+        for key in keys
+        if key.startswith(
+            ("policy.", "training.", "optimizer.", "dataloader.", "task.dataset.", "ema.", "size.", "horizon", "n_")
+        )
+    ]
+    odd_key = st.one_of(
+        st.sampled_from(keys),
+        st.text(max_size=8),
+        st.sampled_from(likely).map(lambda key: key + ".x"),
+        st.sampled_from(keys).map(lambda key: key[:-1]),
+    )
+    program = f'${{eval:\'open("{canary}", "w")\'}}', f"${{eval:__import__(os).system('touch {canary}')}}"
     number = st.one_of(st.sampled_from(NUMBERS), st.integers().map(str), st.floats().map(repr))
     odd_value = st.one_of(st.sampled_from(WORDS), st.text(max_size=12), st.sampled_from(program))
-    holder = st.sampled_from(["", "policy.", "policy.model.", "task.dataset.", "optimizer.", "ema.", "+policy.noise_scheduler."])
+    holder = st.sampled_from(
+        ["", "policy.", "policy.model.", "task.dataset.", "optimizer.", "ema.", "+policy.noise_scheduler."]
+    )
     one = st.one_of(
         *[st.builds("{}={}".format, st.sampled_from(likely), number)] * 4,
         *[st.builds("{}={}".format, st.sampled_from(likely), st.sampled_from(WORDS))] * 2,
@@ -45,7 +154,9 @@ def strategy(canary: pathlib.Path) -> st.SearchStrategy:
         st.builds("++{}={}".format, st.sampled_from(likely), odd_value),
         st.builds("~{}".format, st.sampled_from(keys)),
         st.builds("{}_target_={}".format, holder, st.sampled_from(TARGETS)),
-        st.sampled_from(GROUPS), st.text(max_size=15))
+        st.sampled_from(GROUPS),
+        st.text(max_size=15),
+    )
     return st.tuples(st.sampled_from(CONFIGS), st.lists(one, min_size=1, max_size=2))
 
 
@@ -70,7 +181,7 @@ class OverrideTarget(StrategyTarget):
             cfg = small_config(self.folder, name, tuple(overrides))
         except (HydraException, OmegaConfBaseException):
             return "hydra's own error"
-        except ConfigError:     # of a resolver of ours
+        except ConfigError:  # of a resolver of ours
             return "ConfigError"
         except (ValueError, AssertionError) as error:
             place = traceback.extract_tb(error.__traceback__)[-1].filename
@@ -78,7 +189,7 @@ class OverrideTarget(StrategyTarget):
                 raise
             return "hydra's own error"
         if "_target_" not in cfg:
-            return "no _target_"        # train.py then lists what there is
+            return "no _target_"  # train.py then lists what there is
         try:
             workspace = workspace_of(cfg, self.folder)
             workspace.prepare()

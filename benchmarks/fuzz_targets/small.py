@@ -1,4 +1,5 @@
 """Small good things that are damaged afterwards: a dataset, configurations, a workspace."""
+
 from __future__ import annotations
 
 import functools
@@ -22,8 +23,13 @@ def write_pusht(path: pathlib.Path) -> pathlib.Path:
     rng = np.random.default_rng(0)
     buffer = ReplayBuffer.create_empty_numpy()
     for _ in range(4):
-        buffer.add_episode({"state": rng.uniform(0, 500, (20, 5)).astype(np.float32), "keypoint": rng.uniform(0, 500, (20, 9, 2)).astype(np.float32),
-                            "action": rng.uniform(0, 500, (20, 2)).astype(np.float32)})
+        buffer.add_episode(
+            {
+                "state": rng.uniform(0, 500, (20, 5)).astype(np.float32),
+                "keypoint": rng.uniform(0, 500, (20, 9, 2)).astype(np.float32),
+                "action": rng.uniform(0, 500, (20, 2)).astype(np.float32),
+            }
+        )
     buffer.save_to_path(path)
     return path
 
@@ -36,8 +42,12 @@ def config(name: str, overrides: list[str]) -> DictConfig:
     return cfg
 
 
-def small_config(folder: pathlib.Path, name: str = "train_idp_mlp_lowdim", overrides: tuple[str, ...] = ()) -> DictConfig:
-    return config(name, ["preset=debug", "training.device=cpu", f"task.dataset.zarr_path={_dataset(folder)}", *overrides])
+def small_config(
+    folder: pathlib.Path, name: str = "train_idp_mlp_lowdim", overrides: tuple[str, ...] = ()
+) -> DictConfig:
+    return config(
+        name, ["preset=debug", "training.device=cpu", f"task.dataset.zarr_path={_dataset(folder)}", *overrides]
+    )
 
 
 def workspace_of(cfg: DictConfig, folder: pathlib.Path):

@@ -1,4 +1,5 @@
 """Replay buffers in zarr: folders and zip files of both formats, with and without checksums."""
+
 from __future__ import annotations
 
 import io
@@ -19,21 +20,68 @@ from diffusion_policy.common.errors import DataError
 from diffusion_policy.common.replay_buffer import ReplayBuffer
 
 METADATA = (".zgroup", ".zarray", ".zattrs", "zarr.json")
-CODECS = ({"id": "pickle"}, {"id": "json2"}, {"id": "msgpack2"}, {"id": "vlen-utf8"}, {"id": "vlen-bytes"}, {"id": "delta", "dtype": "<f4"}, {"id": "zlib"},
-          {"id": "lzma"}, {"id": "bz2"}, {"id": "zstd"}, {"id": "lz4"}, {"id": "gzip"}, {"id": "base64"}, {"id": "packbits"}, {"id": "nope"},
-          {"id": "blosc", "cname": "zlib", "clevel": 99}, {"id": "quantize", "digits": 1, "dtype": "<f4"}, {"id": "shuffle", "elementsize": 4},
-          {"name": "gzip", "configuration": {"level": 5}}, {"name": "numcodecs.pickle", "configuration": {}}, {"name": "vlen-utf8"}, {"name": "bytes"},
-          {"name": "transpose", "configuration": {"order": [1, 0]}}, {"name": "crc32c"},
-          {"name": "sharding_indexed", "configuration": {"chunk_shape": [5, 2], "codecs": [{"name": "bytes"}], "index_codecs": [{"name": "bytes"}]}})
-DTYPES = ("|O", "<f2", "<f8", ">f4", "<U0", "<U99999999", "|V4", "|S4", "<c8", "<M8[ns]", "|b1", "|u1", "float16", "float64", "string", "r32", [["a", "<f4"]])
+CODECS = (
+    {"id": "pickle"},
+    {"id": "json2"},
+    {"id": "msgpack2"},
+    {"id": "vlen-utf8"},
+    {"id": "vlen-bytes"},
+    {"id": "delta", "dtype": "<f4"},
+    {"id": "zlib"},
+    {"id": "lzma"},
+    {"id": "bz2"},
+    {"id": "zstd"},
+    {"id": "lz4"},
+    {"id": "gzip"},
+    {"id": "base64"},
+    {"id": "packbits"},
+    {"id": "nope"},
+    {"id": "blosc", "cname": "zlib", "clevel": 99},
+    {"id": "quantize", "digits": 1, "dtype": "<f4"},
+    {"id": "shuffle", "elementsize": 4},
+    {"name": "gzip", "configuration": {"level": 5}},
+    {"name": "numcodecs.pickle", "configuration": {}},
+    {"name": "vlen-utf8"},
+    {"name": "bytes"},
+    {"name": "transpose", "configuration": {"order": [1, 0]}},
+    {"name": "crc32c"},
+    {
+        "name": "sharding_indexed",
+        "configuration": {"chunk_shape": [5, 2], "codecs": [{"name": "bytes"}], "index_codecs": [{"name": "bytes"}]},
+    },
+)
+DTYPES = (
+    "|O",
+    "<f2",
+    "<f8",
+    ">f4",
+    "<U0",
+    "<U99999999",
+    "|V4",
+    "|S4",
+    "<c8",
+    "<M8[ns]",
+    "|b1",
+    "|u1",
+    "float16",
+    "float64",
+    "string",
+    "r32",
+    [["a", "<f4"]],
+)
 
 
 def example(seed: int = 0) -> ReplayBuffer:
     rng = np.random.default_rng(seed)
     buffer = ReplayBuffer.create_empty_numpy()
     for length in (17, 30, 9):
-        buffer.add_episode({"action": rng.normal(size=(length, 2)).astype(np.float32), "state": rng.normal(size=(length, 5)).round(1),
-                            "img": rng.integers(0, 9, (length, 3, 3), dtype=np.uint8)})
+        buffer.add_episode(
+            {
+                "action": rng.normal(size=(length, 2)).astype(np.float32),
+                "state": rng.normal(size=(length, 5)).round(1),
+                "img": rng.integers(0, 9, (length, 3, 3), dtype=np.uint8),
+            }
+        )
     return buffer
 
 
@@ -55,19 +103,26 @@ class ZarrTarget(FileTarget):
 
     def __init__(self, folder: pathlib.Path, canary: pathlib.Path):
         warnings.simplefilter("ignore")
-        numcodecs.pickles.ALLOW_UNSAFE_PICKLE_DECODE = True      # as if this were an older numcodecs, which runs them
+        numcodecs.pickles.ALLOW_UNSAFE_PICKLE_DECODE = True  # as if this were an older numcodecs, which runs them
         self.folder, self.canary, self.good = folder, canary, example()
         self.bases = {}
-        for name, arguments in {"default": {}, "disk": {"compressors": "disk", "chunks": {"action": (10, 2), "state": (10, 5)}},
-                                "none": {"compressors": {key: None for key in self.good.keys()}}, "zlib": {"compressors": numcodecs.Zlib(1)},
-                                "zstd": {"compressors": numcodecs.Zstd(1)}, "lz4": {"compressors": numcodecs.LZ4()}}.items():
+        for name, arguments in {
+            "default": {},
+            "disk": {"compressors": "disk", "chunks": {"action": (10, 2), "state": (10, 5)}},
+            "none": {"compressors": {key: None for key in self.good.keys()}},
+            "zlib": {"compressors": numcodecs.Zlib(1)},
+            "zstd": {"compressors": numcodecs.Zstd(1)},
+            "lz4": {"compressors": numcodecs.LZ4()},
+        }.items():
             self.good.save_to_path(folder / "base.zarr", **arguments)
             self.bases[name] = entries_of(folder / "base.zarr")
             shutil.rmtree(folder / "base.zarr")
         root = zarr.create_group(folder / "v3.zarr", zarr_format=3)
         for group, arrays in (("data", self.good.data), ("meta", self.good.meta)):
             for key, value in arrays.items():
-                root.create_array(f"{group}/{key}", data=value, chunks=(20, *value.shape[1:]), config={"write_empty_chunks": True})
+                root.create_array(
+                    f"{group}/{key}", data=value, chunks=(20, *value.shape[1:]), config={"write_empty_chunks": True}
+                )
         root.store.close()
         self.bases["v3"] = entries_of(folder / "v3.zarr")
 
@@ -83,8 +138,12 @@ class ZarrTarget(FileTarget):
             entries = self._damage(rng, entries)
         path = self.folder / ("case.zarr.zip" if rng.random() < 0.3 else "case.zarr")
         if path.suffix == ".zip":
-            data = zipped({name: data for name, data in entries.items() if isinstance(data, bytes)},
-                          pick(rng, [zipfile.ZIP_STORED] * 8 + [zipfile.ZIP_DEFLATED] * 2 + [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]))
+            data = zipped(
+                {name: data for name, data in entries.items() if isinstance(data, bytes)},
+                pick(
+                    rng, [zipfile.ZIP_STORED] * 8 + [zipfile.ZIP_DEFLATED] * 2 + [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]
+                ),
+            )
             if rng.random() < 0.5:
                 data = mutate_bytes(rng, data)
             path.write_bytes(data)
@@ -117,7 +176,7 @@ class ZarrTarget(FileTarget):
                 name = pick(rng, metadata)
                 try:
                     entries[name] = mutate_json(rng, entries[name])
-                except (ValueError, RecursionError):      # it was damaged before
+                except (ValueError, RecursionError):  # it was damaged before
                     pass
             case 9 | 10 if metadata:
                 self._semantic(rng, entries, pick(rng, metadata))
@@ -141,7 +200,9 @@ class ZarrTarget(FileTarget):
             version3 = name.endswith("zarr.json")
             match int(rng.integers(5)):
                 case 0:
-                    metadata["shape"] = [int(pick(rng, [*SIZES, *metadata["shape"], 56, 47])) for _ in metadata["shape"]]
+                    metadata["shape"] = [
+                        int(pick(rng, [*SIZES, *metadata["shape"], 56, 47])) for _ in metadata["shape"]
+                    ]
                 case 1:
                     chunks = [int(pick(rng, [*SIZES, *metadata["shape"], 10, 20])) for _ in metadata["shape"]]
                     if version3:
@@ -159,16 +220,28 @@ class ZarrTarget(FileTarget):
                     else:
                         metadata["compressor"] = codecs[0]
                 case 4:
-                    metadata.update({"dtype": "|O", "filters": [{"id": "vlen-utf8"}, {"id": "pickle"}], "compressor": None, "fill_value": None})
+                    metadata.update(
+                        {
+                            "dtype": "|O",
+                            "filters": [{"id": "vlen-utf8"}, {"id": "pickle"}],
+                            "compressor": None,
+                            "fill_value": None,
+                        }
+                    )
                     folder = name.rpartition("/")[0] + "/"
-                    for chunk in [chunk for chunk in entries if chunk.startswith(folder) and not chunk.endswith(METADATA)]:
+                    for chunk in [
+                        chunk for chunk in entries if chunk.startswith(folder) and not chunk.endswith(METADATA)
+                    ]:
                         entries[chunk] = pickled_payload(rng, self.canary)
             entries[name] = json.dumps(metadata).encode()
         except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
             pass
 
     def _bomb(self, rng) -> bytes:
-        codec = pick(rng, [numcodecs.Blosc("lz4"), numcodecs.Blosc("zstd"), numcodecs.Zlib(9), numcodecs.Zstd(9), numcodecs.LZ4()])
+        codec = pick(
+            rng,
+            [numcodecs.Blosc("lz4"), numcodecs.Blosc("zstd"), numcodecs.Zlib(9), numcodecs.Zstd(9), numcodecs.LZ4()],
+        )
         return codec.encode(np.zeros(int(rng.choice([3, 448, 10_000, 20_000_000])), dtype=np.uint8))
 
     def _write(self, path: pathlib.Path, entries: dict) -> None:
@@ -201,7 +274,9 @@ class ZarrTarget(FileTarget):
                 for key, expected in group.items():
                     found = getattr(buffer, name).get(key)
                     if found is None or found.dtype != expected.dtype or not np.array_equal(found, expected):
-                        raise Finding(f"{name}/{key} was read with other values than were written, although checksums are there")
+                        raise Finding(
+                            f"{name}/{key} was read with other values than were written, although checksums are there"
+                        )
             return "read"
         root = zarr.open_group(zarr.storage.ZipStore(path) if path.suffix == ".zip" else path, mode="r")
         for key, found in buffer.items():

@@ -1,9 +1,10 @@
 """Actions of robot arms: for each arm position 3, rotation, gripper 1; the rotation as axis times angle (3) or in a form to learn."""
+
 import numpy as np
 
 from diffusion_policy.model.common.rotation_transformer import RotationTransformer
 
-ARM_DIM = 7     # with the rotation as axis times angle
+ARM_DIM = 7  # with the rotation as axis times angle
 
 
 def encode_rotations(actions: np.ndarray, transformer: RotationTransformer) -> np.ndarray:

@@ -1,7 +1,9 @@
 """Batches for training: an endless stream whose position is one number."""
+
 from __future__ import annotations
 
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,14 +39,24 @@ class BatchStream:
     a resumed run continues with exactly the batch it would have seen.
     """
 
-    def __init__(self, dataset: Dataset, batch_size: int, seed: int = 0, shuffle: bool = True, drop_last: bool = False, **loader: Any):
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        **loader: Any,
+    ):
         if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
             raise ConfigError(f"dataloader.batch_size={batch_size!r} must be a whole number, at least 1")
         if len(dataset) == 0:
             raise ConfigError("the dataset has no windows to train on")
         if drop_last and len(dataset) < batch_size:
-            raise ConfigError(f"the dataset has {len(dataset)} windows, fewer than one batch of {batch_size}: lower "
-                              "dataloader.batch_size or set dataloader.drop_last=false")
+            raise ConfigError(
+                f"the dataset has {len(dataset)} windows, fewer than one batch of {batch_size}: lower "
+                "dataloader.batch_size or set dataloader.drop_last=false"
+            )
         self.source = _ByBatch(dataset, seed)
         self.size, self.batch_size, self.seed, self.shuffle = len(dataset), batch_size, seed, shuffle
         self.batches_per_pass = self.size // batch_size if drop_last else -(-self.size // batch_size)
@@ -55,7 +67,9 @@ class BatchStream:
         number, offset = divmod(start, self.batches_per_pass)
         while True:
             if self.shuffle:
-                order = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + number))
+                order = torch.randperm(
+                    self.size, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+                )
             else:
                 order = torch.arange(self.size)
             for i in range(offset, self.batches_per_pass):
@@ -68,7 +82,9 @@ class BatchStream:
         sampler = ((number, indices.numpy()) for number, indices in enumerate(self.indices(start), start))
         # A generator of its own: an iterator of a DataLoader draws a seed, and must not draw it from the training's random numbers.
         try:
-            return iter(DataLoader(self.source, batch_size=None, sampler=sampler, generator=torch.Generator(), **self.loader))
+            return iter(
+                DataLoader(self.source, batch_size=None, sampler=sampler, generator=torch.Generator(), **self.loader)
+            )
         except (TypeError, ValueError) as error:
             raise ConfigError(f"dataloader: {error}") from error
 

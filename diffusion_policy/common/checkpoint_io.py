@@ -5,6 +5,7 @@ A checkpoint is one torch.save file of dicts, lists, numbers, strings and tensor
 Upstream's checkpoints are dill pickles, that is programs; they are opened only with trust=True. Exported weights, a folder of
 `model.safetensors` and `config.json`, are read by the same `load` (see weights_io).
 """
+
 from __future__ import annotations
 
 import errno
@@ -15,7 +16,8 @@ import pickle
 import platform
 import shutil
 import zipfile
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -24,7 +26,20 @@ from diffusion_policy.common.errors import CheckpointError, StorageError
 from diffusion_policy.common.safe_config import checked_config
 
 FORMAT = 1
-PACKAGES = ("torch", "numpy", "gymnasium", "pymunk", "diffusers", "zarr", "hydra-core", "mujoco", "robosuite", "metaworld", "gymnasium-robotics", "fpsample")
+PACKAGES = (
+    "torch",
+    "numpy",
+    "gymnasium",
+    "pymunk",
+    "diffusers",
+    "zarr",
+    "hydra-core",
+    "mujoco",
+    "robosuite",
+    "metaworld",
+    "gymnasium-robotics",
+    "fpsample",
+)
 TEMPORARY = ".{name}.{pid}.tmp"
 
 
@@ -40,7 +55,9 @@ def versions() -> dict[str, str]:
 
 
 # ---------------------------------------------------------------------- writing
-def write_atomically(path: str | os.PathLike, write: Callable[[Any], Any], previous: str | os.PathLike | None = None) -> None:
+def write_atomically(
+    path: str | os.PathLike, write: Callable[[Any], Any], previous: str | os.PathLike | None = None
+) -> None:
     """Call write(file) on a temporary file beside `path`, flush it to disk, and rename it: never a half-written `path`.
 
     What `path` held before is kept as `previous` if that is given. Raises StorageError; `path` is then as it was.
@@ -58,7 +75,9 @@ def write_atomically(path: str | os.PathLike, write: Callable[[Any], Any], previ
         os.replace(temporary, path)
         _flush_folder(path.parent)
     except OSError as error:
-        raise StorageError(f"{path} could not be written: {reason(error)}. What was there before is untouched") from error
+        raise StorageError(
+            f"{path} could not be written: {reason(error)}. What was there before is untouched"
+        ) from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -69,7 +88,7 @@ def _keep(path: pathlib.Path, previous: pathlib.Path) -> None:
     try:
         os.link(path, spare)
         os.replace(spare, previous)
-    except OSError:             # a file system without hard links
+    except OSError:  # a file system without hard links
         os.replace(path, previous)
 
 
@@ -100,7 +119,7 @@ def save(payload: dict[str, Any], path: str | os.PathLike, previous: str | os.Pa
     def write(file: Any) -> None:
         try:
             torch.save({"format": FORMAT, "versions": versions(), **payload}, file)
-        except RuntimeError as error:       # torch's way to say that file.write failed
+        except RuntimeError as error:  # torch's way to say that file.write failed
             cause = error.__context__ if isinstance(error.__context__, OSError) else OSError(errno.EIO, str(error))
             raise cause from error
 
@@ -147,8 +166,10 @@ def _read(path: pathlib.Path, trust: bool) -> Any:
             ) from error
     except MemoryError:
         raise
-    except Exception as error:      # a damaged pickle can fail in every way there is
-        raise CheckpointError(f"{path} cannot be read, it is not a checkpoint: {type(error).__name__}: {error}") from error
+    except Exception as error:  # a damaged pickle can fail in every way there is
+        raise CheckpointError(
+            f"{path} cannot be read, it is not a checkpoint: {type(error).__name__}: {error}"
+        ) from error
     return _load_pickled(path)
 
 
@@ -167,7 +188,7 @@ def _check_archive(path: pathlib.Path) -> None:
             damaged = archive.testzip()
     except (CheckpointError, MemoryError):
         raise
-    except Exception as error:      # zipfile has many ways to stumble over a damaged file
+    except Exception as error:  # zipfile has many ways to stumble over a damaged file
         raise CheckpointError(f"{path} is not a checkpoint, or it is truncated or damaged: {error}") from error
     if damaged is not None:
         raise CheckpointError(f"{path} is damaged: its record {damaged} does not have the checksum it was written with")
@@ -185,7 +206,9 @@ def _check_payload(payload: Any, path: pathlib.Path) -> None:
             raise CheckpointError(f"{path} is not a checkpoint: the state of {name} is a {type(state).__name__}")
     number = payload.get("format", FORMAT)
     if not isinstance(number, int) or number > FORMAT:
-        raise CheckpointError(f"{path} was written in format {number}, by a newer version of this code; update to read it")
+        raise CheckpointError(
+            f"{path} was written in format {number}, by a newer version of this code; update to read it"
+        )
 
 
 def _load_pickled(path: pathlib.Path) -> dict[str, Any]:
@@ -201,5 +224,7 @@ def _load_pickled(path: pathlib.Path) -> dict[str, Any]:
         }
     except MemoryError:
         raise
-    except Exception as error:      # it is a program: anything can happen
-        raise CheckpointError(f"{path} is not a checkpoint as upstream writes them: {type(error).__name__}: {error}") from error
+    except Exception as error:  # it is a program: anything can happen
+        raise CheckpointError(
+            f"{path} is not a checkpoint as upstream writes them: {type(error).__name__}: {error}"
+        ) from error

@@ -1,4 +1,5 @@
 """Which checkpoints to keep."""
+
 import logging
 import math
 import os
@@ -15,8 +16,14 @@ class TopKCheckpointManager:
     no longer has the old one are on the disk. With `state_dict` in the checkpoint, a resumed run keeps its list.
     """
 
-    def __init__(self, save_dir, monitor_key: str, mode="min", k=1,
-                 format_str="epoch={epoch:03d}-train_loss={train_loss:.3f}.ckpt"):
+    def __init__(
+        self,
+        save_dir,
+        monitor_key: str,
+        mode="min",
+        k=1,
+        format_str="epoch={epoch:03d}-train_loss={train_loss:.3f}.ckpt",
+    ):
         if mode not in ("min", "max") or k < 0:
             raise ConfigError(f"Checkpoints: mode is 'min' or 'max' and k at least 0, not mode={mode!r}, k={k}.")
         self.save_dir = str(save_dir)
@@ -37,8 +44,11 @@ class TopKCheckpointManager:
             return None
         if self.monitor_key not in data:
             # not an error: not every epoch that saves also evaluates
-            logger.warning("No best-k checkpoint this time: %r is not among the metrics (%s).",
-                           self.monitor_key, ", ".join(map(str, data)))
+            logger.warning(
+                "No best-k checkpoint this time: %r is not among the metrics (%s).",
+                self.monitor_key,
+                ", ".join(map(str, data)),
+            )
             return None
         value = float(data[self.monitor_key])
         if math.isnan(value):
@@ -46,7 +56,9 @@ class TopKCheckpointManager:
         try:
             path = os.path.join(self.save_dir, self.format_str.format(**data))
         except KeyError as error:
-            raise ConfigError(f"The checkpoint name {self.format_str!r} needs {error}, which is not among the metrics.") from error
+            raise ConfigError(
+                f"The checkpoint name {self.format_str!r} needs {error}, which is not among the metrics."
+            ) from error
         if len(self.path_value_map) >= self.k:
             worst = self._worst()
             if not self._better(value, self.path_value_map[worst]):
@@ -66,8 +78,10 @@ class TopKCheckpointManager:
 
     def state_dict(self) -> dict:
         """Names relative to the folder, so that a run may be moved."""
-        return {"values": {os.path.basename(path): value for path, value in self.path_value_map.items()},
-                "displaced": [os.path.basename(path) for path in self.displaced]}
+        return {
+            "values": {os.path.basename(path): value for path, value in self.path_value_map.items()},
+            "displaced": [os.path.basename(path) for path in self.displaced],
+        }
 
     def load_state_dict(self, state: dict):
         """Names are taken as files of this folder, and those that are gone are forgotten."""

@@ -1,4 +1,5 @@
 """Where configurations live, and the resolvers they use."""
+
 from __future__ import annotations
 
 import ast
@@ -16,9 +17,21 @@ from diffusion_policy.common.errors import ConfigError, UserError
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 
 _OPERATORS = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod, ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Not: operator.not_,
-    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+    ast.Not: operator.not_,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
 }
 _NAMES = {"None": None, "null": None, "True": True, "true": True, "False": False, "false": False}
 
@@ -42,7 +55,7 @@ def evaluate(expression: Any) -> Any:
             case ast.BinOp() if type(node.op) in _OPERATORS:
                 left, right = visit(node.left), visit(node.right)
                 if not (isinstance(left, (int, float)) and isinstance(right, (int, float))):
-                    raise TypeError(f"{left!r} and {right!r} are not both numbers")     # 'a' * 10**9 would fill the memory
+                    raise TypeError(f"{left!r} and {right!r} are not both numbers")  # 'a' * 10**9 would fill the memory
                 return _OPERATORS[type(node.op)](left, right)
             case ast.UnaryOp() if type(node.op) in _OPERATORS:
                 return _OPERATORS[type(node.op)](visit(node.operand))
@@ -55,7 +68,9 @@ def evaluate(expression: Any) -> Any:
                 return visit(node.body) if visit(node.test) else visit(node.orelse)
             case ast.List() | ast.Tuple():
                 return [visit(element) for element in node.elts]
-        raise ConfigError(f"${{eval: {expression}}}: only arithmetic, comparisons and `a if c else b` are allowed in a config")
+        raise ConfigError(
+            f"${{eval: {expression}}}: only arithmetic, comparisons and `a if c else b` are allowed in a config"
+        )
 
     try:
         return visit(ast.parse(expression.strip(), mode="eval"))

@@ -1,4 +1,5 @@
 """Frames that are made once, kept in a plain .npy file beside their dataset, and read from there batch by batch."""
+
 import logging
 import math
 import os
@@ -37,7 +38,7 @@ class FileFrames:
     """
 
     def __init__(self, file: str):
-        frames = np.load(file, mmap_mode="r")       # where they begin; also checks that the file is as long as it says
+        frames = np.load(file, mmap_mode="r")  # where they begin; also checks that the file is as long as it says
         self.file, self.length, self.bytes, self.offset = file, len(frames), math.prod(frames.shape[1:]), frames.offset
         self.handle = os.open(file, os.O_RDONLY)
         weakref.finalize(self, os.close, self.handle)
@@ -52,7 +53,9 @@ class FileFrames:
         """rows: (N,) -> the bytes of these frames, (N, bytes) uint8."""
         rows = rows.numpy()
         out = np.empty((len(rows), self.bytes), np.uint8)
-        starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1).tolist()        # the steps of a window follow each other: one reading
+        starts = np.flatnonzero(
+            np.diff(rows, prepend=-2) != 1
+        ).tolist()  # the steps of a window follow each other: one reading
         for start, end in zip(starts, [*starts[1:], len(rows)]):
             self._read(out[start:end], self.offset + int(rows[start]) * self.bytes)
         return torch.from_numpy(out)
@@ -60,7 +63,7 @@ class FileFrames:
     def _read(self, out: np.ndarray, offset: int):
         left = memoryview(out).cast("B")
         while left:
-            size = os.preadv(self.handle, [left], offset)       # not seek and read: forked processes share a file's position
+            size = os.preadv(self.handle, [left], offset)  # not seek and read: forked processes share a file's position
             if not size:
                 raise DataError(f"{self.file} was cut short while it was in use. Start again: it will be made anew.")
             left, offset = left[size:], offset + size
@@ -84,7 +87,7 @@ def cached_frames(file: str, shape: tuple, write, in_memory, check=lambda frames
 
     def content(out) -> None:
         np.lib.format.write_array_header_1_0(out, {"descr": "|u1", "fortran_order": False, "shape": shape})
-        out.flush()     # a process that `write` starts may append to the file by its name
+        out.flush()  # a process that `write` starts may append to the file by its name
         write(out)
 
     try:

@@ -9,6 +9,7 @@ too little, which it fills with what lies in memory, and addresses that point in
 Pictures are many times larger than the rest: the child appends them to a file, one demonstration after the other, so that no process
 ever holds more than one demonstration of them.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -65,7 +66,7 @@ class Hdf5Process:
         self.time_limit = time_limit
         self.child = None
 
-    def __enter__(self) -> "Hdf5Process":
+    def __enter__(self) -> Hdf5Process:
         return self
 
     def __exit__(self, *_):
@@ -83,21 +84,35 @@ class Hdf5Process:
 
         path = os.path.abspath(os.path.expanduser(path))
         if not os.path.exists(path):
-            raise DataNotFoundError(f"There is no dataset at {path}. Get one of robomimic's with `python -m diffusion_policy.scripts.download robomimic`.")
+            raise DataNotFoundError(
+                f"There is no dataset at {path}. Get one of robomimic's with `python -m diffusion_policy.scripts.download robomimic`."
+            )
         if not os.path.isfile(path):
             raise DataError(f"{path} is not a file, so it is not an HDF5 dataset.")
         frames = {key: list(shape) for key, shape in (frames or {}).items()}
         with tempfile.TemporaryDirectory(prefix="hdf5_") as folder:
             file = os.path.abspath(into) if into is not None else os.path.join(folder, "frames")
             # A third: the child's array, its file where /tmp is memory, and the parent's array.
-            answer = self._ask({"path": path, "keys": list(keys), "folder": folder, "memory": available_bytes() / 3, "frames": frames,
-                                "into": file, "frames_stay": into is None}, progress)
+            answer = self._ask(
+                {
+                    "path": path,
+                    "keys": list(keys),
+                    "folder": folder,
+                    "memory": available_bytes() / 3,
+                    "frames": frames,
+                    "into": file,
+                    "frames_stay": into is None,
+                },
+                progress,
+            )
             if "errno" in answer:
                 raise OSError(answer["errno"], os.strerror(answer["errno"]), file)
             if "error" in answer:
                 raise DataError(answer["error"])
             arrays = {key: np.load(os.path.join(folder, f"{i}.npy"), allow_pickle=False) for i, key in enumerate(keys)}
-            pictures = np.fromfile(file, np.uint8).reshape(answer["episode_ends"][-1], -1) if frames and into is None else None
+            pictures = (
+                np.fromfile(file, np.uint8).reshape(answer["episode_ends"][-1], -1) if frames and into is None else None
+            )
         return Demos(arrays, np.array(answer["episode_ends"], dtype=np.int64), answer["env_args"], pictures)
 
     def _ask(self, question: dict, progress=None) -> dict:
@@ -113,7 +128,9 @@ class Hdf5Process:
                 ready, _, _ = select.select([self.child.stdout], [], [], max(0, deadline - time.monotonic()))
                 if not ready:
                     self.close()
-                    raise DataError(f"{question['path']} took longer than {self.time_limit:g} s to read: it is most likely damaged.")
+                    raise DataError(
+                        f"{question['path']} took longer than {self.time_limit:g} s to read: it is most likely damaged."
+                    )
                 part = os.read(self.child.stdout.fileno(), 1 << 20)
                 if not part:
                     raise BrokenPipeError
@@ -128,20 +145,35 @@ class Hdf5Process:
         except BrokenPipeError:
             code = self.child.wait()
             self.close()
-            raise DataError(f"{question['path']} cannot be read, it is damaged: libhdf5 ended the process that read it "
-                            f"({f'signal {-code}' if code < 0 else f'exit code {code}'}).") from None
+            raise DataError(
+                f"{question['path']} cannot be read, it is damaged: libhdf5 ended the process that read it "
+                f"({f'signal {-code}' if code < 0 else f'exit code {code}'})."
+            ) from None
         return answer
 
 
 def _start() -> subprocess.Popen:
-    code = "import sys; sys.path.insert(0, sys.argv[1]); from diffusion_policy.common.hdf5_reader import _serve; _serve()"
-    environment = {**os.environ, "HDF5_PLUGIN_PRELOAD": "::", "HDF5_PLUGIN_PATH": os.devnull,  # '::' turns plugins off
-                   "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-P", "-c", code, str(pathlib.Path(__file__).resolve().parents[2])], env=environment,
-                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from diffusion_policy.common.hdf5_reader import _serve; _serve()"
+    )
+    environment = {
+        **os.environ,
+        "HDF5_PLUGIN_PRELOAD": "::",
+        "HDF5_PLUGIN_PATH": os.devnull,  # '::' turns plugins off
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", code, str(pathlib.Path(__file__).resolve().parents[2])],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
 
 
 # In the child
+
 
 class _MissingError(DataError):
     """A member that is not there."""
@@ -173,7 +205,9 @@ def _serve():
         except ImportError as error:
             answer = {"error": f"{path} is an HDF5 file, and reading it needs h5py (pip install h5py): {error}"}
         except Exception as error:  # h5py turns libhdf5's errors into exceptions of every kind
-            answer = {"error": f"{path} cannot be read, it is not an HDF5 file or it is damaged: {type(error).__name__}: {str(error)[:200]}"}
+            answer = {
+                "error": f"{path} cannot be read, it is not an HDF5 file or it is damaged: {type(error).__name__}: {str(error)[:200]}"
+            }
         _limit_memory(float("inf"))
         say(answer)
 
@@ -186,13 +220,21 @@ def _limit_memory(more: float):
         with open("/proc/self/statm") as file:
             now = int(file.read().split()[0]) * resource.getpagesize()
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        soft = hard if math.isinf(more) else int(now + more) if hard == resource.RLIM_INFINITY else min(hard, int(now + more))
+        soft = (
+            hard
+            if math.isinf(more)
+            else int(now + more)
+            if hard == resource.RLIM_INFINITY
+            else min(hard, int(now + more))
+        )
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     except (ImportError, OSError, ValueError):
         pass
 
 
-def _read(path: str, keys: list, folder: str, memory: float, frames: dict, into: str, frames_stay: bool, report) -> dict:
+def _read(
+    path: str, keys: list, folder: str, memory: float, frames: dict, into: str, frames_stay: bool, report
+) -> dict:
     """Write the array of keys[i] to folder/i.npy, and append the pictures `frames` to `into`.
 
     frames_stay: the parent holds the pictures in memory, too. report(done, total): how far it has come with pictures.
@@ -209,17 +251,25 @@ def _read(path: str, keys: list, folder: str, memory: float, frames: dict, into:
         for number, demo in enumerate(demos):
             where = f"{path}: data/{demo}"
             for key, column in columns.items():
-                column.append(_pictures(data[demo], key, frames[key], where, extents) if key in frames else
-                              _dataset(data[demo], key, where, extents))
+                column.append(
+                    _pictures(data[demo], key, frames[key], where, extents)
+                    if key in frames
+                    else _dataset(data[demo], key, where, extents)
+                )
             _check_lengths(data[demo], {key: column[-1] for key, column in columns.items()}, where)
             if frames:
                 report(number + 1, 2 * len(demos))
         _check_extents(extents, path)
-        sizes = {key: sum(math.prod(dataset.shape) * dataset.dtype.itemsize for dataset in column) for key, column in columns.items()}
+        sizes = {
+            key: sum(math.prod(dataset.shape) * dataset.dtype.itemsize for dataset in column)
+            for key, column in columns.items()
+        }
         held = sum(size for key, size in sizes.items() if frames_stay or key not in frames)
         if held > memory:
-            raise DataError(f"{path} says that its arrays have {readable_bytes(held)}, but only {readable_bytes(memory)} of "
-                            f"memory can be used for them here.")
+            raise DataError(
+                f"{path} says that its arrays have {readable_bytes(held)}, but only {readable_bytes(memory)} of "
+                f"memory can be used for them here."
+            )
         lengths = [dataset.shape[0] for dataset in columns[keys[0]]]
         ends = list(itertools.accumulate(lengths))
         for number, key in enumerate(keys):
@@ -228,19 +278,25 @@ def _read(path: str, keys: list, folder: str, memory: float, frames: dict, into:
             values = np.empty((ends[-1], *column[0].shape[1:]), column[0].dtype.newbyteorder("="))
             for demo, dataset, start, end in zip(demos, column, [0, *ends], ends):
                 if (dataset.shape[1:], dataset.dtype) != (column[0].shape[1:], column[0].dtype):
-                    raise DataError(f"{path}: data/{demo}/{key} holds steps of shape {dataset.shape[1:]}, {dataset.dtype}, but in "
-                                    f"{demos[0]} they are {column[0].shape[1:]}, {column[0].dtype}.")
+                    raise DataError(
+                        f"{path}: data/{demo}/{key} holds steps of shape {dataset.shape[1:]}, {dataset.dtype}, but in "
+                        f"{demos[0]} they are {column[0].shape[1:]}, {column[0].dtype}."
+                    )
                 dataset.read_direct(values[start:end])
                 if not np.isfinite(values[start:end]).all():
                     step = int((~np.isfinite(values[start:end])).reshape(end - start, -1).any(axis=1).argmax())
-                    raise DataError(f"{path}: data/{demo}/{key} holds NaN or infinity, first at step {step}. Leave this demonstration out.")
+                    raise DataError(
+                        f"{path}: data/{demo}/{key} holds NaN or infinity, first at step {step}. Leave this demonstration out."
+                    )
             np.save(os.path.join(folder, f"{number}.npy"), values, allow_pickle=False)
         if frames:
             demos_of_frames = list(zip(*(columns[key] for key in frames)))
             largest = max(lengths) * sum(map(math.prod, frames.values()))
             if largest > memory:
-                raise DataError(f"{path} has a demonstration with {readable_bytes(largest)} of pictures, but only {readable_bytes(memory)} of "
-                                f"memory can be used for them here.")
+                raise DataError(
+                    f"{path} has a demonstration with {readable_bytes(largest)} of pictures, but only {readable_bytes(memory)} of "
+                    f"memory can be used for them here."
+                )
             _limit_memory(OPENING_BYTES + 3 * largest)
             _append(demos_of_frames, into, sum(sizes[key] for key in frames), report)
     return {"episode_ends": ends, "env_args": env_args}
@@ -255,8 +311,10 @@ def _pictures(demo, key: str, shape: list, where: str, extents: list):
     except _MissingError as error:
         raise DataError(f"{error} (Files named low_dim*.hdf5 hold no pictures, those named image*.hdf5 do.)") from None
     if list(dataset.shape[1:]) != shape or dataset.dtype != np.uint8:
-        raise DataError(f"{where}/{key} holds steps of shape {dataset.shape[1:]}, {dataset.dtype}, but pictures of shape {tuple(shape)}, uint8, "
-                        f"are asked for (shape_meta has them as (C, H, W)).")
+        raise DataError(
+            f"{where}/{key} holds steps of shape {dataset.shape[1:]}, {dataset.dtype}, but pictures of shape {tuple(shape)}, uint8, "
+            f"are asked for (shape_meta has them as (C, H, W))."
+        )
     return dataset
 
 
@@ -272,7 +330,9 @@ def _append(demos: list, into: str, size: int, report):
                 try:
                     values = np.concatenate([dataset[:].reshape(len(dataset), -1) for dataset in datasets], axis=1)
                 except OSError as error:  # libhdf5's, not the disk's
-                    raise DataError(f"{datasets[0].file.filename} cannot be read, it is damaged: {str(error)[:200]}") from None
+                    raise DataError(
+                        f"{datasets[0].file.filename} cannot be read, it is damaged: {str(error)[:200]}"
+                    ) from None
                 out.write(values.data)
                 out.flush()
                 report(len(demos) + number + 1, 2 * len(demos))
@@ -287,10 +347,14 @@ def _member(group, name: str, kind: type, where: str):
     try:
         link = group.id.links.get_info(name.encode())
     except (KeyError, RuntimeError):  # RuntimeError: what h5py makes of a name that is not there
-        raise _MissingError(f"{where} has no {name!r}; it has: {', '.join(itertools.islice(group, 20)) or 'nothing'}.") from None
+        raise _MissingError(
+            f"{where} has no {name!r}; it has: {', '.join(itertools.islice(group, 20)) or 'nothing'}."
+        ) from None
     if link.type != h5py.h5l.TYPE_HARD:
-        raise DataError(f"{where}/{name} is a link to another place, and links are not followed. `h5copy -f soft -f ext` copies what they "
-                        f"point to.")
+        raise DataError(
+            f"{where}/{name} is a link to another place, and links are not followed. `h5copy -f soft -f ext` copies what they "
+            f"point to."
+        )
     member = group[name]
     if not isinstance(member, kind):
         raise DataError(f"{where}/{name} is no {kind.__name__.lower()}.")
@@ -307,8 +371,10 @@ def _demos(data, path: str) -> list:
     demos = [f"demo_{i}" for i in range(len(names))]
     if set(names) != set(demos):
         missing, odd = sorted(set(demos) - set(names), key=lambda name: int(name[5:])), sorted(set(names) - set(demos))
-        raise DataError(f"{path}: data has {len(names)} members, which should be demo_0 to demo_{len(names) - 1}, but {missing[0]} is "
-                        f"missing and {odd[0]!r} is there. Number the demonstrations from 0 without a gap.")
+        raise DataError(
+            f"{path}: data has {len(names)} members, which should be demo_0 to demo_{len(names) - 1}, but {missing[0]} is "
+            f"missing and {odd[0]!r} is there. Number the demonstrations from 0 without a gap."
+        )
     for demo in demos:
         _member(data, demo, h5py.Group, f"{path}: data")
     return demos
@@ -336,36 +402,53 @@ def _dataset(demo, key: str, where: str, extents: list):
     for group in groups:
         demo, where = _member(demo, group, h5py.Group, where), f"{where}/{group}"
     dataset, where = _member(demo, name, h5py.Dataset, where), f"{where}/{name}"
-    if dataset.id.get_type().get_class() not in (h5py.h5t.INTEGER, h5py.h5t.FLOAT) or dataset.dtype.itemsize not in (1, 2, 4, 8):
+    if dataset.id.get_type().get_class() not in (h5py.h5t.INTEGER, h5py.h5t.FLOAT) or dataset.dtype.itemsize not in (
+        1,
+        2,
+        4,
+        8,
+    ):
         raise DataError(f"{where} has dtype {dataset.dtype}: only arrays of plain numbers are read.")
     if dataset.ndim == 0 or 0 in dataset.shape:
         raise DataError(f"{where} has shape {dataset.shape}: it has no steps or no numbers in them.")
     plist = dataset.id.get_create_plist()
     layout, size = plist.get_layout(), math.prod(dataset.shape) * dataset.dtype.itemsize
     if layout == h5py.h5d.VIRTUAL or plist.get_external_count():
-        raise DataError(f"{where} keeps its values in other files, which are not followed. `h5repack` writes them into one.")
+        raise DataError(
+            f"{where} keeps its values in other files, which are not followed. `h5repack` writes them into one."
+        )
     filters = [plist.get_filter(i)[0] for i in range(plist.get_nfilters())]
     if not set(filters) <= FILTERS.keys():
-        raise DataError(f"{where} is encoded with filter {next(f for f in filters if f not in FILTERS)}; read are "
-                        f"{', '.join(FILTERS.values())}. `h5repack -f GZIP=1` encodes it anew.")
+        raise DataError(
+            f"{where} is encoded with filter {next(f for f in filters if f not in FILTERS)}; read are "
+            f"{', '.join(FILTERS.values())}. `h5repack -f GZIP=1` encodes it anew."
+        )
     file_size, address = os.stat(dataset.file.filename).st_size, h5py.h5o.get_info(dataset.id).addr
     if layout == h5py.h5d.COMPACT:
         extents.append((address, address + 1, where))  # the values are in the object's header
     elif layout == h5py.h5d.CONTIGUOUS:
         offset = dataset.id.get_offset()
         if offset is None or dataset.id.get_storage_size() != size or offset + size > file_size:
-            raise DataError(f"{where} has {dataset.id.get_storage_size()} of {size} bytes in the file: it was never written, or it is "
-                            f"damaged.")
+            raise DataError(
+                f"{where} has {dataset.id.get_storage_size()} of {size} bytes in the file: it was never written, or it is "
+                f"damaged."
+            )
         extents.append((offset, offset + size, where))
     else:
         chunk = math.prod(dataset.chunks) * dataset.dtype.itemsize
         expected = math.prod(math.ceil(length / part) for length, part in zip(dataset.shape, dataset.chunks))
-        if size > 1000 * file_size + OPENING_BYTES or chunk > 4 * size + OPENING_BYTES / 8:  # gzip makes zeros a thousand times smaller
-            raise DataError(f"{where} says that it has shape {dataset.shape}, {readable_bytes(size)}, in chunks of {readable_bytes(chunk)}, "
-                            f"but the file has {readable_bytes(file_size)}.")
+        if (
+            size > 1000 * file_size + OPENING_BYTES or chunk > 4 * size + OPENING_BYTES / 8
+        ):  # gzip makes zeros a thousand times smaller
+            raise DataError(
+                f"{where} says that it has shape {dataset.shape}, {readable_bytes(size)}, in chunks of {readable_bytes(chunk)}, "
+                f"but the file has {readable_bytes(file_size)}."
+            )
         found = dataset.id.get_num_chunks()
         if found != expected:
-            raise DataError(f"{where}: {found} of {expected} chunks are in the file: not all of it was written, or it is damaged.")
+            raise DataError(
+                f"{where}: {found} of {expected} chunks are in the file: not all of it was written, or it is damaged."
+            )
         chunks = []
         dataset.id.chunk_iter(chunks.append)
         for info in chunks:
@@ -387,14 +470,14 @@ def _chunk_problem(dataset, info, chunk: int, filters: list, file_size: int) -> 
     packing = [name for name in used if name in (GZIP, SZIP, LZF)]
     if len(packing) > 1:
         return "it is compressed twice"
-    before = used[:used.index(packing[0])] if packing else used
+    before = used[: used.index(packing[0])] if packing else used
     plain = chunk + 4 * before.count(FLETCHER32)
     if not packing:
         return None if info.size == plain else f"it has {info.size} bytes instead of {plain}"
     if info.size > 2 * plain + 1024:
         return f"it has {info.size} bytes, but decodes to {plain}"
     _, data = dataset.id.read_direct_chunk(info.chunk_offset)
-    data = data[:len(data) - 4 * (used.count(FLETCHER32) - before.count(FLETCHER32))]
+    data = data[: len(data) - 4 * (used.count(FLETCHER32) - before.count(FLETCHER32))]
     if packing[0] == GZIP:
         decompressor = zlib.decompressobj()
         found = len(decompressor.decompress(data, plain + 1))
@@ -422,7 +505,9 @@ def _check_extents(extents: list, path: str):
     extents.sort()
     for (_, end, first), (start, _, second) in itertools.pairwise(extents):
         if start < end:
-            raise DataError(f"{second} and {first.removeprefix(path + ': ')} are in the same place of the file: it is damaged.")
+            raise DataError(
+                f"{second} and {first.removeprefix(path + ': ')} are in the same place of the file: it is damaged."
+            )
 
 
 def _check_lengths(demo, datasets: dict, where: str):

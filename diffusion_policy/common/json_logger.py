@@ -1,4 +1,5 @@
 """Metrics as JSON lines: one object a line, appended, readable while it is written and after a crash."""
+
 import json
 import numbers
 import os

@@ -1,4 +1,5 @@
 """How much memory is free."""
+
 import os
 
 

@@ -2,6 +2,7 @@
 
 Inside, a part of an action is a triple (scale (D,), offset (D,), statistics), and a normaliser is its parts side by side.
 """
+
 import numpy as np
 
 from diffusion_policy.model.common.normalizer import SingleFieldLinearNormalizer
@@ -9,10 +10,17 @@ from diffusion_policy.model.common.normalizer import SingleFieldLinearNormalizer
 
 def array_to_stats(arr: np.ndarray) -> dict:
     """arr: (N, ...) -> statistics over the first axis; std is numpy's (population) one."""
-    return {"min": np.min(arr, axis=0), "max": np.max(arr, axis=0), "mean": np.mean(arr, axis=0), "std": np.std(arr, axis=0)}
+    return {
+        "min": np.min(arr, axis=0),
+        "max": np.max(arr, axis=0),
+        "mean": np.mean(arr, axis=0),
+        "std": np.std(arr, axis=0),
+    }
 
 
-def get_range_normalizer_from_stat(stat: dict, output_max=1, output_min=-1, range_eps=1e-7) -> SingleFieldLinearNormalizer:
+def get_range_normalizer_from_stat(
+    stat: dict, output_max=1, output_min=-1, range_eps=1e-7
+) -> SingleFieldLinearNormalizer:
     """[min, max] of each dimension to [output_min, output_max]; a constant dimension to the middle, with scale 1."""
     return SingleFieldLinearNormalizer.create_manual(*_range_part(stat, output_max, output_min, range_eps))
 
@@ -21,8 +29,10 @@ def get_image_range_normalizer() -> SingleFieldLinearNormalizer:
     """[0, 1] to [-1, 1], for images of any size; the statistics are those of uniformly distributed pixels."""
     stat = {"min": 0, "max": 1, "mean": 0.5, "std": np.sqrt(1 / 12)}
     return SingleFieldLinearNormalizer.create_manual(
-        np.array([2], dtype=np.float32), np.array([-1], dtype=np.float32),
-        {key: np.array([value], dtype=np.float32) for key, value in stat.items()})
+        np.array([2], dtype=np.float32),
+        np.array([-1], dtype=np.float32),
+        {key: np.array([value], dtype=np.float32) for key, value in stat.items()},
+    )
 
 
 def get_identity_normalizer_from_stat(stat: dict) -> SingleFieldLinearNormalizer:
@@ -43,7 +53,9 @@ def robomimic_abs_action_normalizer_from_stat(stat: dict, rotation_transformer) 
     `stat` is of the actions before that; the result is for (position 3, rotation 6, gripper), the rotation untouched.
     """
     rotation = rotation_transformer.forward(stat["mean"][3:6])
-    return _join(_range_part(_take(stat, slice(0, 3))), _identity_part(rotation), _range_part(_take(stat, slice(6, None))))
+    return _join(
+        _range_part(_take(stat, slice(0, 3))), _identity_part(rotation), _range_part(_take(stat, slice(6, None)))
+    )
 
 
 def robomimic_abs_action_only_normalizer_from_stat(stat: dict) -> SingleFieldLinearNormalizer:
@@ -82,5 +94,7 @@ def _arm_parts(stat: dict) -> tuple:
 def _join(*parts: tuple) -> SingleFieldLinearNormalizer:
     scales, offsets, stats = zip(*parts)
     return SingleFieldLinearNormalizer.create_manual(
-        np.concatenate(scales), np.concatenate(offsets),
-        {key: np.concatenate([stat[key] for stat in stats]) for key in stats[0]})
+        np.concatenate(scales),
+        np.concatenate(offsets),
+        {key: np.concatenate([stat[key] for stat in stats]) for key in stats[0]},
+    )

@@ -1,4 +1,5 @@
 """Pictures of a run."""
+
 from __future__ import annotations
 
 import json

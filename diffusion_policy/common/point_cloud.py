@@ -1,4 +1,5 @@
 """Depth pictures into point clouds of a fixed size: back-projection, crop, farthest-point sampling."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -7,7 +8,7 @@ import numpy as np
 
 from diffusion_policy.common.errors import ConfigError, DataError
 
-BUCKET_HEIGHT = 5      # of fpsample's tree; the fastest of 3..9 for some thousand points
+BUCKET_HEIGHT = 5  # of fpsample's tree; the fastest of 3..9 for some thousand points
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +27,15 @@ class View:
 def back_project(depth: np.ndarray, fovy: float) -> np.ndarray:
     """depth (H, W) in metres, of a camera with `fovy` degrees of vertical view -> points (H * W, 3) in its frame.
 
-        z = depth,    x = (u - W / 2) z / f,    y = (v - H / 2) z / f,    f = H / (2 tan(fovy / 2))
+    z = depth,    x = (u - W / 2) z / f,    y = (v - H / 2) z / f,    f = H / (2 tan(fovy / 2))
     """
     height, width = depth.shape
     if not np.isfinite(depth).all() or depth.min() <= 0:
         bad = int((~np.isfinite(depth) | (depth <= 0)).sum())
-        raise DataError(f"the depth picture has {bad} of {depth.size} pixels that are not finite or not in front of the camera: the renderer is "
-                        "broken (try another MUJOCO_GL), or two of them are at work in one process.")
+        raise DataError(
+            f"the depth picture has {bad} of {depth.size} pixels that are not finite or not in front of the camera: the renderer is "
+            "broken (try another MUJOCO_GL), or two of them are at work in one process."
+        )
     focal = height / (2 * np.tan(np.radians(fovy) / 2))
     z = depth.astype(np.float32)
     x = (np.arange(width, dtype=np.float32) - width / 2) / np.float32(focal) * z
@@ -44,7 +47,7 @@ def points_in_view(depth: np.ndarray, fovy: float, view: View) -> tuple[np.ndarr
     """depth (H, W) -> the points (N, 3) inside the crop, and the numbers (N,) of their pixels."""
     points = back_project(depth, fovy) @ view.rotation.T.astype(np.float32) + view.offset.astype(np.float32)
     inside = np.ones(len(points), dtype=bool)
-    for axis in range(3):       # column by column: four times faster than comparing rows
+    for axis in range(3):  # column by column: four times faster than comparing rows
         column = points[:, axis]
         inside &= (column > view.low[axis]) & (column < view.high[axis])
     kept = np.flatnonzero(inside)
@@ -58,12 +61,16 @@ def farthest_points(points: np.ndarray, count: int) -> np.ndarray:
     points.
     """
     if len(points) == 0:
-        raise DataError("the crop holds no point: the camera does not see the workspace. Is it the right task, and are depths in metres?")
+        raise DataError(
+            "the crop holds no point: the camera does not see the workspace. Is it the right task, and are depths in metres?"
+        )
     if count < 1:
         raise ConfigError(f"a point cloud needs at least one point, not {count}")
     if len(points) <= count:
         return np.arange(count) % len(points)
     import fpsample
 
-    chosen = fpsample.bucket_fps_kdline_sampling(np.ascontiguousarray(points, dtype=np.float32), count, h=BUCKET_HEIGHT, start_idx=0)
+    chosen = fpsample.bucket_fps_kdline_sampling(
+        np.ascontiguousarray(points, dtype=np.float32), count, h=BUCKET_HEIGHT, start_idx=0
+    )
     return chosen.astype(np.int64)

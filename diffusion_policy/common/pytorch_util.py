@@ -1,4 +1,5 @@
 """Small helpers on dicts of tensors, modules and optimisers."""
+
 from collections.abc import Callable
 
 import torch
@@ -26,13 +27,14 @@ def dict_apply_reduce(x: list[dict], reduce_func: Callable[[list], torch.Tensor]
 
 def pad_remaining_dims(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """x: (A, B), target: (A, B, ...) -> x as (A, B, 1, ...), to broadcast against the target."""
-    if x.shape != target.shape[:x.ndim]:
+    if x.shape != target.shape[: x.ndim]:
         raise ValueError(f"{tuple(x.shape)} is not how {tuple(target.shape)} starts")
     return x.reshape(x.shape + (1,) * (target.ndim - x.ndim))
 
 
-def replace_submodules(root_module: nn.Module, predicate: Callable[[nn.Module], bool],
-                       func: Callable[[nn.Module], nn.Module]) -> nn.Module:
+def replace_submodules(
+    root_module: nn.Module, predicate: Callable[[nn.Module], bool], func: Callable[[nn.Module], nn.Module]
+) -> nn.Module:
     """Put `func(m)` in the place of every submodule m for which `predicate(m)`; returns the root, which may itself be replaced.
 
     A module registered under several names is replaced by one and the same module under all of them.

@@ -1,4 +1,5 @@
 """Random numbers: seeding, saving, and keeping evaluation from disturbing training."""
+
 from __future__ import annotations
 
 import contextlib
@@ -35,12 +36,24 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Any]:
         torch_state, cuda, (kind, keys, *rest), python = self.capture()
-        return {"torch": torch_state, "cuda": cuda, "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), *rest], "random": python}
+        return {
+            "torch": torch_state,
+            "cuda": cuda,
+            "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), *rest],
+            "random": python,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         kind, keys, *rest = state["numpy"]
         version, internal, gauss = state["random"]
-        self.restore((state["torch"], state["cuda"], (kind, keys.numpy().astype(np.uint32), *rest), (version, tuple(internal), gauss)))
+        self.restore(
+            (
+                state["torch"],
+                state["cuda"],
+                (kind, keys.numpy().astype(np.uint32), *rest),
+                (version, tuple(internal), gauss),
+            )
+        )
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ Files may be damaged or hostile: what is checked before anything is decoded is i
 so the root attribute `checksums` holds one of the values of each array: written by everything here that writes, compared by
 `read_array` and everything that copies. Reading single steps of a zarr array (`buffer["action"][3]`) compares nothing.
 """
+
 import math
 import os
 import zlib
@@ -48,7 +49,9 @@ def get_optimal_chunks(shape: tuple, dtype, target_chunk_bytes=2e6, max_chunk_le
     return tuple(chunks)
 
 
-def rechunk_recompress_array(group: zarr.Group, name: str, chunks=None, chunk_length=None, compressor=None) -> zarr.Array:
+def rechunk_recompress_array(
+    group: zarr.Group, name: str, chunks=None, chunk_length=None, compressor=None
+) -> zarr.Array:
     """Rewrite `group[name]` with other chunks (or only another length of them) and compressor; None keeps what it has."""
     array = group[name]
     if chunks is None:
@@ -95,16 +98,22 @@ class ReplayBuffer:
         except (DataError, MemoryError):
             raise
         except Exception as error:  # zarr raises of every kind for a damaged .zarray or zarr.json
-            raise DataError(f"{place_of(root)}: the metadata of an array or group in it cannot be read: {error}.") from error
+            raise DataError(
+                f"{place_of(root)}: the metadata of an array or group in it cannot be read: {error}."
+            ) from error
 
     def _check(self):
         root, where = self.root, place_of(self.root)
         for name in ("data", "meta"):
             if name not in root:
-                raise DataError(f"{where} has no group {name!r}: it is not a replay buffer, or its metadata is missing.")
+                raise DataError(
+                    f"{where} has no group {name!r}: it is not a replay buffer, or its metadata is missing."
+                )
         self.data, self.meta = root["data"], root["meta"]
         if "episode_ends" not in self.meta:
-            raise DataError(f"{where} has no array meta/episode_ends: it is not a replay buffer, or its metadata is missing.")
+            raise DataError(
+                f"{where} has no array meta/episode_ends: it is not a replay buffer, or its metadata is missing."
+            )
         for group in (self.data, self.meta):
             for key in _array_keys(group):
                 if isinstance(group[key], zarr.Array):
@@ -119,7 +128,9 @@ class ReplayBuffer:
         steps = int(ends[-1]) if len(ends) else 0
         for key, value in self.items():
             if value.shape[:1] != (steps,):
-                raise DataError(f"{where}: data/{key} has shape {value.shape}, but meta/episode_ends ends at {steps} steps.")
+                raise DataError(
+                    f"{where}: data/{key} has shape {value.shape}, but meta/episode_ends ends at {steps} steps."
+                )
 
     # Making one
 
@@ -157,8 +168,9 @@ class ReplayBuffer:
         return buffer
 
     @classmethod
-    def copy_from_store(cls, src_store, store=None, keys=None, chunks=None, compressors=None,
-                        if_exists="replace") -> "ReplayBuffer":
+    def copy_from_store(
+        cls, src_store, store=None, keys=None, chunks=None, compressors=None, if_exists="replace"
+    ) -> "ReplayBuffer":
         """A copy of the group in `src_store` (a zarr store or a path), checked as it is read.
 
         store: where to, numpy arrays in memory if None. keys: which arrays, all if None.
@@ -173,17 +185,22 @@ class ReplayBuffer:
         if store is not None:
             root = source._write_to(store, keys, chunks, compressors, if_exists)
         else:
-            root = {"data": {key: read_array(source[key]) for key in keys},
-                    "meta": {key: read_array(source.meta[key]) for key in _array_keys(source.meta)}}
+            root = {
+                "data": {key: read_array(source[key]) for key in keys},
+                "meta": {key: read_array(source.meta[key]) for key in _array_keys(source.meta)},
+            }
         if isinstance(src_store, (str, os.PathLike)):
             source.root.store.close()
         return cls(root)
 
     @classmethod
-    def copy_from_path(cls, zarr_path, backend=None, store=None, keys=None, chunks=None, compressors=None,
-                       if_exists="replace") -> "ReplayBuffer":
+    def copy_from_path(
+        cls, zarr_path, backend=None, store=None, keys=None, chunks=None, compressors=None, if_exists="replace"
+    ) -> "ReplayBuffer":
         """As `copy_from_store`, from a folder or a .zip; backend 'numpy' is the same as store None."""
-        return cls.copy_from_store(zarr_path, None if backend == "numpy" else store, keys, chunks, compressors, if_exists)
+        return cls.copy_from_store(
+            zarr_path, None if backend == "numpy" else store, keys, chunks, compressors, if_exists
+        )
 
     # Saving it
 
@@ -211,7 +228,9 @@ class ReplayBuffer:
         sources = (("meta", self.meta, _array_keys(self.meta)), ("data", self.data, keys))
         attributes = {}
         if isinstance(store, ZipStore):  # a zip cannot rewrite its attributes, so they have to come first
-            attributes["checksums"] = {f"{name}/{key}": _checksum(source[key]) for name, source, names in sources for key in names}
+            attributes["checksums"] = {
+                f"{name}/{key}": _checksum(source[key]) for name, source, names in sources for key in names
+            }
         root = _writable_root(store, attributes=attributes)
         if self.backend == "zarr" and os.path.realpath(place_of(root)) == os.path.realpath(place_of(self.root)):
             raise DataError(f"{place_of(root)} cannot be written over itself: it would be emptied before it is read.")
@@ -220,13 +239,19 @@ class ReplayBuffer:
             _set_checksums(root, None)  # none while it changes: if this stops half-way they would be wrong
         for name, source, names in sources:
             # replaced as a whole: arrays left from before could have another number of steps
-            group = root.create_group(name, overwrite=True) if if_exists == "replace" and name in root else root.require_group(name)
+            group = (
+                root.create_group(name, overwrite=True)
+                if if_exists == "replace" and name in root
+                else root.require_group(name)
+            )
             for key in names:
                 if key in group and if_exists == "raise":
                     raise DataError(f"{place_of(root)} already has {name}/{key}.")
                 if key not in group:
                     array = source[key]
-                    compressor = _resolve_compressor(compressors, key, array) if name == "data" else _compressor_of(array)
+                    compressor = (
+                        _resolve_compressor(compressors, key, array) if name == "data" else _compressor_of(array)
+                    )
                     chunk_shape = _resolve_chunks(chunks if name == "data" else None, key, array)
                     checksums[f"{name}/{key}"] = _write_array(group, key, array, chunk_shape, compressor)
         if not attributes:
@@ -335,7 +360,9 @@ class ReplayBuffer:
             raise DataError(f"The episode has keys {sorted(data)}, the replay buffer {sorted(self.keys())}.")
         for key, value in data.items():
             if key in self and self[key].shape[1:] != value.shape[1:]:
-                raise DataError(f"data/{key} holds steps of shape {self[key].shape[1:]}, the episode's are {value.shape[1:]}.")
+                raise DataError(
+                    f"data/{key} holds steps of shape {self[key].shape[1:]}, the episode's are {value.shape[1:]}."
+                )
 
         start, stop = self.n_steps, self.n_steps + next(iter(lengths.values()))
         checksums = self._take_checksums()
@@ -351,8 +378,13 @@ class ReplayBuffer:
                     crc = _crc(value.astype(array.dtype), int(checksums[f"data/{key}"][-8:], 16))
                     checksums[f"data/{key}"] = _describe(array, crc)
             else:
-                checksum = _write_array(self.data, key, value, _resolve_chunks(chunks, key, value),
-                                        _resolve_compressor(compressors, key, value))
+                checksum = _write_array(
+                    self.data,
+                    key,
+                    value,
+                    _resolve_chunks(chunks, key, value),
+                    _resolve_compressor(compressors, key, value),
+                )
                 if checksums:
                     checksums[f"data/{key}"] = checksum
         self._set_episode_ends(np.append(self.episode_ends, stop), checksums)
@@ -442,7 +474,9 @@ def _open_group(source, mode: str) -> zarr.Group:
     if mode not in ("r", "r+"):
         return _writable_root(source, overwrite=mode == "w")
     try:
-        return zarr.open_group(source, mode=mode, use_consolidated=False)  # consolidated metadata may say other than each array's own
+        return zarr.open_group(
+            source, mode=mode, use_consolidated=False
+        )  # consolidated metadata may say other than each array's own
     except MemoryError:
         raise
     except Exception as error:
@@ -458,7 +492,9 @@ def _writable_root(store, overwrite=False, attributes=None) -> zarr.Group:
             pass
         else:
             if root.metadata.zarr_format != 2:
-                raise DataError(f"{place_of(root)} is a group of zarr format 3, which is only read here: write to another place.")
+                raise DataError(
+                    f"{place_of(root)} is a group of zarr format 3, which is only read here: write to another place."
+                )
             return root
     return zarr.create_group(store, zarr_format=2, overwrite=overwrite, attributes=attributes)
 
@@ -467,8 +503,14 @@ def _write_array(group: zarr.Group, name: str, values, chunks, compressor) -> st
     """Write a numpy or zarr array as group[name], in place of what is there; returns its checksum."""
     check_chunks_compatible(chunks, values.shape)
     array = group.create_array(
-        name, shape=values.shape, dtype=values.dtype, chunks=tuple(chunks), compressors=compressor,
-        overwrite=name in group, config=WRITE_CONFIG)
+        name,
+        shape=values.shape,
+        dtype=values.dtype,
+        chunks=tuple(chunks),
+        compressors=compressor,
+        overwrite=name in group,
+        config=WRITE_CONFIG,
+    )
     return _checksum(values, tuple(chunks[:1]), array)
 
 
@@ -510,7 +552,8 @@ def _compare_checksum(array, crc: int):
     if expected is not None and expected != found:
         raise DataError(
             f"{place_of(array)} is not what was written: it is {found}, its checksum says {expected}. Get or copy the data again. (If other "
-            f"software changed it on purpose, remove 'checksums' from the attributes of {place_of(root)}.)")
+            f"software changed it on purpose, remove 'checksums' from the attributes of {place_of(root)}.)"
+        )
 
 
 def _get_checksums(root) -> dict:

@@ -4,6 +4,7 @@ A `_target_` is a call: instantiating a config that came inside a checkpoint wou
 can import. So its targets are resolved here first, and only classes of known packages pass. The config a user writes, or passes on the
 command line, is theirs and is not restricted.
 """
+
 from __future__ import annotations
 
 import functools

@@ -1,11 +1,18 @@
 """Windows of consecutive steps that never leave their episode; past its ends they repeat its first or last step."""
+
 import numpy as np
 
 from diffusion_policy.common.errors import ConfigError
 
 
-def create_indices(episode_ends: np.ndarray, sequence_length: int, episode_mask: np.ndarray,
-                   pad_before: int = 0, pad_after: int = 0, debug: bool = True) -> np.ndarray:
+def create_indices(
+    episode_ends: np.ndarray,
+    sequence_length: int,
+    episode_mask: np.ndarray,
+    pad_before: int = 0,
+    pad_after: int = 0,
+    debug: bool = True,
+) -> np.ndarray:
     """Every window of the episodes in `episode_mask` (episodes,), as int64 (N, 4); (0, 4) when none fits.
 
     A row is buffer_start, buffer_end (the steps to read), sample_start, sample_end (where they go in the window). An episode of
@@ -22,7 +29,9 @@ def create_indices(episode_ends: np.ndarray, sequence_length: int, episode_mask:
     first = np.repeat(np.cumsum(counts) - counts, counts)  # the number of its episode's first window
     start = np.arange(counts.sum()) - first - pad_before  # relative to its episode
     inside_start, inside_end = np.maximum(start, 0), np.minimum(start + sequence_length, lengths)
-    return np.stack([begins + inside_start, begins + inside_end, inside_start - start, inside_end - start], axis=1).astype(np.int64)
+    return np.stack(
+        [begins + inside_start, begins + inside_end, inside_start - start, inside_end - start], axis=1
+    ).astype(np.int64)
 
 
 def get_val_mask(n_episodes: int, val_ratio: float, seed: int = 0) -> np.ndarray:
@@ -47,8 +56,16 @@ def downsample_mask(mask: np.ndarray, max_n: int | None, seed: int = 0) -> np.nd
 class SequenceSampler:
     """The windows of a replay buffer, one at a time by `sample_sequence` or as a table of buffer rows by `index_table`."""
 
-    def __init__(self, replay_buffer, sequence_length: int, pad_before: int = 0, pad_after: int = 0,
-                 keys=None, key_first_k: dict | None = None, episode_mask: np.ndarray | None = None):
+    def __init__(
+        self,
+        replay_buffer,
+        sequence_length: int,
+        pad_before: int = 0,
+        pad_after: int = 0,
+        keys=None,
+        key_first_k: dict | None = None,
+        episode_mask: np.ndarray | None = None,
+    ):
         """keys: the arrays to read, all if None. key_first_k: of these keys only that many steps of a window are read."""
         if sequence_length < 1:
             raise ConfigError(f"A window needs at least one step: sequence_length is {sequence_length}.")
@@ -77,9 +94,11 @@ class SequenceSampler:
         for key in self.keys:
             array = self.replay_buffer[key]
             n_read = min(self.key_first_k.get(key, stop - start), stop - start)
-            steps = array[start:start + n_read]
+            steps = array[start : start + n_read]
             if n_read < stop - start:
-                unread = np.full((stop - start - n_read, *array.shape[1:]), np.nan if array.dtype.kind == "f" else 0, array.dtype)
+                unread = np.full(
+                    (stop - start - n_read, *array.shape[1:]), np.nan if array.dtype.kind == "f" else 0, array.dtype
+                )
                 steps = np.concatenate([steps, unread])
             result[key] = steps[rows]
         return result

@@ -1,4 +1,5 @@
 """How sure a mean over episodes is."""
+
 from __future__ import annotations
 
 import numpy as np

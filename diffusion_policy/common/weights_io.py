@@ -2,6 +2,7 @@
 
 Neither file can hold code. What a robot needs and nothing else: no optimiser, no raw weights beside the averaged ones.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -26,7 +27,9 @@ def acting_weights(payload: dict[str, Any]) -> str:
     use_ema = isinstance(training, dict) and training.get("use_ema", False)
     name = "ema_model" if use_ema else "model"
     if name not in payload["state_dicts"]:
-        raise CheckpointError(f"the checkpoint has no {name} (it has: {', '.join(payload['state_dicts']) or 'nothing'})")
+        raise CheckpointError(
+            f"the checkpoint has no {name} (it has: {', '.join(payload['state_dicts']) or 'nothing'})"
+        )
     return name
 
 
@@ -39,8 +42,12 @@ def write(payload: dict[str, Any], folder: str | os.PathLike) -> pathlib.Path:
     data = safetensors.torch.save(tensors)
     checkpoint_io.write_atomically(folder / WEIGHTS, lambda file: file.write(data))
     about = {
-        "format": checkpoint_io.FORMAT, "weights": name, "sha256": hashlib.sha256(data).hexdigest(), "cfg": payload["cfg"],
-        "attributes": {key: payload.get("attributes", {}).get(key) for key in ("global_step", "epoch")}, "versions": checkpoint_io.versions(),
+        "format": checkpoint_io.FORMAT,
+        "weights": name,
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "cfg": payload["cfg"],
+        "attributes": {key: payload.get("attributes", {}).get(key) for key in ("global_step", "epoch")},
+        "versions": checkpoint_io.versions(),
     }
     # Last, so that a folder with a config is complete.
     checkpoint_io.write_atomically(folder / CONFIG, lambda file: file.write(json.dumps(about, indent=2).encode()))
@@ -56,9 +63,18 @@ def read(folder: pathlib.Path) -> dict[str, Any]:
         about = json.loads((folder / CONFIG).read_bytes())
         data = (folder / WEIGHTS).read_bytes()
         if hashlib.sha256(data).hexdigest() != about["sha256"]:
-            raise CheckpointError(f"{folder / WEIGHTS} is damaged, or does not belong to the {CONFIG} beside it: another checksum")
+            raise CheckpointError(
+                f"{folder / WEIGHTS} is damaged, or does not belong to the {CONFIG} beside it: another checksum"
+            )
         tensors = safetensors.torch.load(data)
-        return {"format": about["format"], "cfg": about["cfg"], "state_dicts": {about["weights"]: tensors},
-                "attributes": about.get("attributes", {}), "versions": about.get("versions", {})}
+        return {
+            "format": about["format"],
+            "cfg": about["cfg"],
+            "state_dicts": {about["weights"]: tensors},
+            "attributes": about.get("attributes", {}),
+            "versions": about.get("versions", {}),
+        }
     except (ValueError, KeyError, TypeError, RecursionError, safetensors.SafetensorError) as error:
-        raise CheckpointError(f"{folder} cannot be read, it is not a folder of exported weights: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"{folder} cannot be read, it is not a folder of exported weights: {type(error).__name__}: {error}"
+        ) from error

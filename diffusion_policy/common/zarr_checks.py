@@ -3,6 +3,7 @@
 Files may be damaged or hostile. Before a chunk is decoded its codec is one of those below, none of which can run code, and its size,
 stored and decoded, is what the metadata says; no more is allocated than a few times the array.
 """
+
 import bz2
 import math
 import os
@@ -21,7 +22,9 @@ from diffusion_policy.common.memory import available_bytes, readable_bytes
 
 READ_BLOCK_BYTES = 64e6
 MAX_METADATA_BYTES = 16e6
-SMALL_CHUNK_BYTES = 64e6  # a chunk may be larger than the array it belongs to, which grows, but not larger than this and 4 arrays
+SMALL_CHUNK_BYTES = (
+    64e6  # a chunk may be larger than the array it belongs to, which grows, but not larger than this and 4 arrays
+)
 METADATA_FILES = (".zgroup", ".zarray", ".zattrs", "zarr.json")
 COMPRESSORS_READ = ("blosc", "zlib", "gzip", "bz2", "zstd", "lz4")
 
@@ -58,7 +61,10 @@ def check_zip(path):
     try:
         with zipfile.ZipFile(path) as file:
             for info in file.infolist():
-                if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others are decompressed without a limit
+                if info.compress_type not in (
+                    zipfile.ZIP_STORED,
+                    zipfile.ZIP_DEFLATED,
+                ):  # others are decompressed without a limit
                     raise DataError(f"{path}: entry {info.filename} is compressed in another way than deflate.")
                 if info.filename.endswith(METADATA_FILES):
                     _check_metadata_size(f"{path}: {info.filename}", info.file_size)
@@ -74,8 +80,10 @@ def _check_metadata_size(file: str, size: int):
 def require_memory(array: zarr.Array, size: int):
     free = available_bytes()
     if size > free:
-        raise DataError(f"{place_of(array)} says that it has shape {array.shape}, in chunks of {array.chunks}: reading it takes "
-                        f"{readable_bytes(size)}, but only {readable_bytes(free)} of memory are free here.")
+        raise DataError(
+            f"{place_of(array)} says that it has shape {array.shape}, in chunks of {array.chunks}: reading it takes "
+            f"{readable_bytes(size)}, but only {readable_bytes(free)} of memory are free here."
+        )
 
 
 def _codecs(array: zarr.Array) -> tuple:
@@ -94,30 +102,46 @@ def _codecs(array: zarr.Array) -> tuple:
         after = 4 if names[-1] == "crc32c" else 0
         names = names[:-1] if after else names
         filters, compressors = ([], names[1:]) if names[:1] == ["bytes"] else (names, [])
-    refused = [*filters, *(compressors if len(compressors) > 1 or not set(compressors) <= set(COMPRESSORS_READ) else ())]
+    refused = [
+        *filters,
+        *(compressors if len(compressors) > 1 or not set(compressors) <= set(COMPRESSORS_READ) else ()),
+    ]
     if refused:
-        raise DataError(f"{place_of(array)} is encoded with {', '.join(refused)}, which is not read here because decoding it can run code or "
-                        f"fill the memory; read are arrays without filters and with at most one of {', '.join(COMPRESSORS_READ)}.")
+        raise DataError(
+            f"{place_of(array)} is encoded with {', '.join(refused)}, which is not read here because decoding it can run code or "
+            f"fill the memory; read are arrays without filters and with at most one of {', '.join(COMPRESSORS_READ)}."
+        )
     return (compressors[0] if compressors else None), after
 
 
 def check_metadata(array: zarr.Array):
     """Raise for an array that must not be decoded, judging by its metadata alone."""
     if array.dtype.kind not in "biufcmMSU" or array.dtype.itemsize == 0:
-        raise DataError(f"{place_of(array)} has dtype {array.dtype}: only arrays of numbers or of text of fixed length are read.")
+        raise DataError(
+            f"{place_of(array)} has dtype {array.dtype}: only arrays of numbers or of text of fixed length are read."
+        )
     _codecs(array)
     check_chunks_compatible(array.chunks, array.shape)
     size, chunk = (math.prod(lengths) * array.dtype.itemsize for lengths in (array.shape, array.chunks))
     if chunk > SMALL_CHUNK_BYTES + 4 * size:
-        raise DataError(f"{place_of(array)}: a chunk of shape {array.chunks} has {readable_bytes(chunk)}, the whole array "
-                        f"{readable_bytes(size)}.")
+        raise DataError(
+            f"{place_of(array)}: a chunk of shape {array.chunks} has {readable_bytes(chunk)}, the whole array "
+            f"{readable_bytes(size)}."
+        )
 
 
 def check_chunks(array: zarr.Array):
     """Raise for what zarr and its codecs pass over: a missing chunk, one that was cut short, one that decodes to another size."""
     check_metadata(array)
-    require_memory(array, 2 * max(min(READ_BLOCK_BYTES, math.prod(array.shape) * array.dtype.itemsize),
-                                   math.prod(array.shape[1:]) * array.dtype.itemsize, math.prod(array.chunks) * array.dtype.itemsize))
+    require_memory(
+        array,
+        2
+        * max(
+            min(READ_BLOCK_BYTES, math.prod(array.shape) * array.dtype.itemsize),
+            math.prod(array.shape[1:]) * array.dtype.itemsize,
+            math.prod(array.chunks) * array.dtype.itemsize,
+        ),
+    )
     compressor, after = _codecs(array)
     decoded = math.prod(array.chunks) * array.dtype.itemsize
     grid = [-(-length // chunk) for length, chunk in zip(array.shape, array.chunks)]
@@ -129,13 +153,24 @@ def check_chunks(array: zarr.Array):
                 raise DataError(
                     f"{place_of(array)}: {_count_missing(array, stored, grid)} of {math.prod(grid)} chunks are missing, most likely from an "
                     f"incomplete download or copy. (A writer that leaves out chunks of zeros, as zarr 3 does by default, must be told "
-                    f"write_empty_chunks=True.)")
+                    f"write_empty_chunks=True.)"
+                )
             try:
                 problem = _chunk_problem(compressor, decoded, size - after, lambda length: stored.read(name, length))
-            except (OSError, zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
+            except (
+                OSError,
+                zipfile.BadZipFile,
+                zlib.error,
+                EOFError,
+                ValueError,
+                NotImplementedError,
+                RuntimeError,
+            ) as error:
                 problem = str(error)
             if problem:
-                raise DataError(f"{place_of(array)} cannot be read, its chunk {name} is damaged or cut short: {problem}.")
+                raise DataError(
+                    f"{place_of(array)} cannot be read, its chunk {name} is damaged or cut short: {problem}."
+                )
 
 
 def _count_missing(array, stored, grid) -> int | str:
@@ -162,9 +197,11 @@ def _chunk_problem(compressor, decoded: int, size: int, read) -> str | None:
         return None if size == decoded else f"it has {size} bytes instead of {decoded}"
     if size > 2 * decoded + 1024:  # no compressor makes data so much larger, and it would be read whole
         return f"it has {readable_bytes(size)}, but decodes to {readable_bytes(decoded)}"
-    if compressor == "blosc":  # version, version of the codec, flags, typesize, then three numbers: decoded, block, stored
+    if (
+        compressor == "blosc"
+    ):  # version, version of the codec, flags, typesize, then three numbers: decoded, block, stored
         header = read(16)
-        found, stored = (int.from_bytes(header[start:start + 4], "little") for start in (4, 12))
+        found, stored = (int.from_bytes(header[start : start + 4], "little") for start in (4, 12))
         if len(header) < 16 or stored != size:
             return f"it has {size} bytes instead of {stored}"
     elif compressor == "lz4":  # numcodecs puts the decoded size first
@@ -173,7 +210,11 @@ def _chunk_problem(compressor, decoded: int, size: int, read) -> str | None:
         found = _zstd_content_size(read(18))
     else:
         found = _inflated_size(compressor, read(size), decoded)
-    return None if found == decoded else f"it decodes to {'an unknown number of' if found is None else found} bytes instead of {decoded}"
+    return (
+        None
+        if found == decoded
+        else f"it decodes to {'an unknown number of' if found is None else found} bytes instead of {decoded}"
+    )
 
 
 def _zstd_content_size(header: bytes) -> int | None:
@@ -184,13 +225,15 @@ def _zstd_content_size(header: bytes) -> int | None:
     if single and not length:
         length = 1
     start = 5 + (not single) + (0, 1, 2, 4)[header[4] & 3]  # after the window and the number of a dictionary
-    value = int.from_bytes(header[start:start + length], "little") + (256 if length == 2 else 0)
+    value = int.from_bytes(header[start : start + length], "little") + (256 if length == 2 else 0)
     return value if length and len(header) >= start + length else None
 
 
 def _inflated_size(compressor: str, data: bytes, limit: int) -> int | None:
     """What zlib, gzip or bz2 data decode to, at most limit + 1, by decoding no more; None if that is not all of the data."""
-    decompressor = bz2.BZ2Decompressor() if compressor == "bz2" else zlib.decompressobj(wbits={"zlib": 15, "gzip": 31}[compressor])
+    decompressor = (
+        bz2.BZ2Decompressor() if compressor == "bz2" else zlib.decompressobj(wbits={"zlib": 15, "gzip": 31}[compressor])
+    )
     size = len(decompressor.decompress(data, limit + 1))
     return size if size > limit or (decompressor.eof and not decompressor.unused_data) else None
 

@@ -1,4 +1,5 @@
 """What a dataset is to a workspace, and the part that datasets over a replay buffer share."""
+
 import copy
 import math
 
@@ -52,11 +53,21 @@ class WindowedDataset(Dataset):
     A subclass gives `steps`, {field: (steps, ...) tensor}, by `_make_steps`, and may shape a batch of them in `_to_sample`.
     """
 
-    def __init__(self, replay_buffer: ReplayBuffer, horizon=1, pad_before=0, pad_after=0,
-                 seed=42, val_ratio=0.0, max_train_episodes=None):
+    def __init__(
+        self,
+        replay_buffer: ReplayBuffer,
+        horizon=1,
+        pad_before=0,
+        pad_after=0,
+        seed=42,
+        val_ratio=0.0,
+        max_train_episodes=None,
+    ):
         if horizon < 1 or pad_before < 0 or pad_after < 0:
-            raise ConfigError(f"horizon must be at least 1 and the pads at least 0: "
-                              f"horizon={horizon}, pad_before={pad_before}, pad_after={pad_after}.")
+            raise ConfigError(
+                f"horizon must be at least 1 and the pads at least 0: "
+                f"horizon={horizon}, pad_before={pad_before}, pad_after={pad_after}."
+            )
         if not 0 <= val_ratio < 1:
             raise ConfigError(f"val_ratio is a share of the episodes in [0, 1), not {val_ratio}.")
         if max_train_episodes is not None and max_train_episodes < 1:
@@ -77,12 +88,16 @@ class WindowedDataset(Dataset):
         return batch
 
     def _set_episodes(self, mask: np.ndarray):
-        self.sampler = SequenceSampler(self.replay_buffer, self.horizon, self.pad_before, self.pad_after, episode_mask=mask)
+        self.sampler = SequenceSampler(
+            self.replay_buffer, self.horizon, self.pad_before, self.pad_after, episode_mask=mask
+        )
         self.index_table = torch.from_numpy(self.sampler.index_table)  # (N, T)
         if mask.any() and not len(self.sampler):
             longest = self.replay_buffer.episode_lengths[mask].max()
-            raise DataError(f"No window fits: horizon is {self.horizon} (pad_before {self.pad_before}, pad_after "
-                            f"{self.pad_after}), but the longest of {mask.sum()} episodes has {longest} steps.")
+            raise DataError(
+                f"No window fits: horizon is {self.horizon} (pad_before {self.pad_before}, pad_after "
+                f"{self.pad_after}), but the longest of {mask.sum()} episodes has {longest} steps."
+            )
 
     def get_validation_dataset(self):
         """The episodes held out by `val_ratio`, and only those.
@@ -140,10 +155,18 @@ class ImageWindowedDataset(WindowedDataset, BaseImageDataset):
     def get_batch(self, indices) -> dict:
         """indices: (B,) integers -> obs: pictures (B, To, 3, H, W) uint8, numbers (B, To, D); action (B, T, Da)."""
         rows = self.index_table[torch.as_tensor(indices, dtype=torch.long)]  # (B, T)
-        seen = rows[:, :self.n_obs_steps]
-        parts = self.frames.take(self.frame_of[seen].flatten()).split([math.prod(shape) for shape in self.frame_shapes.values()], dim=1)
-        obs = {key: part.view(*seen.shape, *shape).movedim(-1, -3).contiguous() for (key, shape), part in zip(self.frame_shapes.items(), parts)}
-        return {"obs": {**obs, **{key: self.steps[key][seen] for key in self.lowdim_keys}}, "action": self.steps["action"][rows]}
+        seen = rows[:, : self.n_obs_steps]
+        parts = self.frames.take(self.frame_of[seen].flatten()).split(
+            [math.prod(shape) for shape in self.frame_shapes.values()], dim=1
+        )
+        obs = {
+            key: part.view(*seen.shape, *shape).movedim(-1, -3).contiguous()
+            for (key, shape), part in zip(self.frame_shapes.items(), parts)
+        }
+        return {
+            "obs": {**obs, **{key: self.steps[key][seen] for key in self.lowdim_keys}},
+            "action": self.steps["action"][rows],
+        }
 
     def __getitem__(self, idx: int) -> dict:
         return self.__getitems__([idx])[0]
@@ -157,7 +180,9 @@ class ImageWindowedDataset(WindowedDataset, BaseImageDataset):
     def get_normalizer(self, mode="limits", **kwargs) -> LinearNormalizer:
         """Actions and numbers fitted on the data, pixels [0, 1] to [-1, 1]."""
         normalizer = LinearNormalizer()
-        normalizer.fit({key: self.steps[key] for key in ("action", *self.lowdim_keys)}, last_n_dims=1, mode=mode, **kwargs)
+        normalizer.fit(
+            {key: self.steps[key] for key in ("action", *self.lowdim_keys)}, last_n_dims=1, mode=mode, **kwargs
+        )
         for key in self.frame_shapes:
             normalizer[key] = get_image_range_normalizer()
         return normalizer
@@ -176,4 +201,6 @@ def check_steps(replay_buffer: ReplayBuffer, shapes: dict):
             step = int(bad.argmax())
             episode = int(replay_buffer.get_episode_idxs()[step])
             inside = step - replay_buffer.get_episode_slice(episode).start
-            raise DataError(f"{key!r} holds NaN or infinity in {bad.sum()} steps, first in episode {episode} at step {inside}.")
+            raise DataError(
+                f"{key!r} holds NaN or infinity in {bad.sum()} steps, first in episode {episode} at step {inside}."
+            )

@@ -1,4 +1,5 @@
 """Demonstrations observed through point clouds, in DP3's layout."""
+
 from __future__ import annotations
 
 import os
@@ -28,11 +29,25 @@ class PointCloudDataset(WindowedDataset, BaseImageDataset):
         how: what to type to get the demonstrations, for the error if they are not there.
     """
 
-    def __init__(self, zarr_path, shape_meta: Mapping, horizon=1, pad_before=0, pad_after=0, n_obs_steps=None, action_limit=None, seed=42,
-                 val_ratio=0.0, max_train_episodes=None, how=None):
+    def __init__(
+        self,
+        zarr_path,
+        shape_meta: Mapping,
+        horizon=1,
+        pad_before=0,
+        pad_after=0,
+        n_obs_steps=None,
+        action_limit=None,
+        seed=42,
+        val_ratio=0.0,
+        max_train_episodes=None,
+        how=None,
+    ):
         path = os.path.expanduser(zarr_path)
         if not os.path.exists(path):
-            raise DataNotFoundError(f"There are no demonstrations at {path} (from {os.getcwd()})." + (f" {how}" if how else ""))
+            raise DataNotFoundError(
+                f"There are no demonstrations at {path} (from {os.getcwd()})." + (f" {how}" if how else "")
+            )
         if action_limit is not None and not action_limit > 0:
             raise ConfigError(f"action_limit must be a positive number, or null for none, not {action_limit}")
         self.n_obs_steps, self.action_limit = n_obs_steps, action_limit
@@ -49,16 +64,24 @@ class PointCloudDataset(WindowedDataset, BaseImageDataset):
         for name in names:
             if name in stored:
                 return name
-        raise DataError(f"{path} has no array {' or '.join(map(repr, names))}, needed for {key!r}; it has: {', '.join(stored)}.")
+        raise DataError(
+            f"{path} has no array {' or '.join(map(repr, names))}, needed for {key!r}; it has: {', '.join(stored)}."
+        )
 
     def _make_steps(self, replay_buffer):
         steps = {}
         for key, shape in self.shapes.items():
             name = self.arrays[key]
             have = replay_buffer[name].shape[1:]
-            if len(have) != len(shape) or (len(shape) == 1 and have != shape) or any(h < s for h, s in zip(have, shape)):
-                raise DataError(f"{name!r} holds {'points' if len(shape) == 2 else 'steps'} of shape {have} a step, {shape} are asked for: change shape_meta "
-                                "(task.num_points, task.state_dim) or take other demonstrations.")
+            if (
+                len(have) != len(shape)
+                or (len(shape) == 1 and have != shape)
+                or any(h < s for h, s in zip(have, shape))
+            ):
+                raise DataError(
+                    f"{name!r} holds {'points' if len(shape) == 2 else 'steps'} of shape {have} a step, {shape} are asked for: change shape_meta "
+                    "(task.num_points, task.state_dim) or take other demonstrations."
+                )
             check_steps(replay_buffer, {name: have})
             first = tuple(slice(size) for size in shape)
             steps[key] = torch.from_numpy(np.ascontiguousarray(replay_buffer[name][(slice(None), *first)])).float()
@@ -69,6 +92,6 @@ class PointCloudDataset(WindowedDataset, BaseImageDataset):
 
     def get_batch(self, indices) -> dict:
         """indices: (B,) integers -> obs {key: (B, To, *shape)}; action (B, T, Da)."""
-        rows = self.index_table[torch.as_tensor(indices, dtype=torch.long)]     # (B, T)
-        seen = rows[:, :self.n_obs_steps]
+        rows = self.index_table[torch.as_tensor(indices, dtype=torch.long)]  # (B, T)
+        seen = rows[:, : self.n_obs_steps]
         return {"obs": {key: self.steps[key][seen] for key in self.shapes}, "action": self.steps["action"][rows]}

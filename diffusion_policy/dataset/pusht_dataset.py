@@ -1,4 +1,5 @@
 """PushT demonstrations as low-dimensional observations."""
+
 import os
 
 import torch
@@ -18,15 +19,27 @@ def require_pusht(zarr_path) -> str:
     if not os.path.exists(path):
         raise DataNotFoundError(
             f"There is no PushT dataset at {path} (from {os.getcwd()}). Get the public one, {DATA_URL}, with: "
-            f"python -m diffusion_policy.scripts.download pusht")
+            f"python -m diffusion_policy.scripts.download pusht"
+        )
     return path
 
 
 class PushTLowdimDataset(WindowedDataset, BaseLowdimDataset):
     """obs (T, 20): nine keypoints of the block, x y each, and the agent's position; action (T, 2)."""
 
-    def __init__(self, zarr_path, horizon=1, pad_before=0, pad_after=0, obs_key="keypoint", state_key="state",
-                 action_key="action", seed=42, val_ratio=0.0, max_train_episodes=None):
+    def __init__(
+        self,
+        zarr_path,
+        horizon=1,
+        pad_before=0,
+        pad_after=0,
+        obs_key="keypoint",
+        state_key="state",
+        action_key="action",
+        seed=42,
+        val_ratio=0.0,
+        max_train_episodes=None,
+    ):
         self.obs_key, self.state_key, self.action_key = obs_key, state_key, action_key
         replay_buffer = ReplayBuffer.copy_from_path(require_pusht(zarr_path), keys=[obs_key, state_key, action_key])
         super().__init__(replay_buffer, horizon, pad_before, pad_after, seed, val_ratio, max_train_episodes)
@@ -34,15 +47,26 @@ class PushTLowdimDataset(WindowedDataset, BaseLowdimDataset):
     def _make_steps(self, replay_buffer):
         check_steps(replay_buffer, {self.obs_key: (9, 2), self.state_key: (STATE_DIM,), self.action_key: (ACTION_DIM,)})
         keypoints, state, action = (
-            torch.from_numpy(replay_buffer[key]).float() for key in (self.obs_key, self.state_key, self.action_key))
+            torch.from_numpy(replay_buffer[key]).float() for key in (self.obs_key, self.state_key, self.action_key)
+        )
         return {"obs": torch.cat([keypoints.flatten(1), state[:, :2]], dim=1), "action": action}
 
 
 class PushTStateDataset(WindowedDataset, BaseLowdimDataset):
     """obs (T, 5): the simulator's state, agent x y, block x y and angle; action (T, 2)."""
 
-    def __init__(self, zarr_path, horizon=1, pad_before=0, pad_after=0, state_key="state", action_key="action",
-                 seed=42, val_ratio=0.0, max_train_episodes=None):
+    def __init__(
+        self,
+        zarr_path,
+        horizon=1,
+        pad_before=0,
+        pad_after=0,
+        state_key="state",
+        action_key="action",
+        seed=42,
+        val_ratio=0.0,
+        max_train_episodes=None,
+    ):
         self.state_key, self.action_key = state_key, action_key
         replay_buffer = ReplayBuffer.copy_from_path(require_pusht(zarr_path), keys=[state_key, action_key])
         super().__init__(replay_buffer, horizon, pad_before, pad_after, seed, val_ratio, max_train_episodes)

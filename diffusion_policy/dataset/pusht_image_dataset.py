@@ -1,4 +1,5 @@
 """PushT demonstrations as images."""
+
 import hashlib
 import os
 
@@ -25,16 +26,35 @@ class PushTImageDataset(ImageWindowedDataset):
     lowdim_keys = ["agent_pos"]
     frame_shapes = {"image": (SIZE, SIZE, 3)}
 
-    def __init__(self, zarr_path, horizon=1, pad_before=0, pad_after=0, seed=42, val_ratio=0.0, max_train_episodes=None, n_obs_steps=None):
+    def __init__(
+        self,
+        zarr_path,
+        horizon=1,
+        pad_before=0,
+        pad_after=0,
+        seed=42,
+        val_ratio=0.0,
+        max_train_episodes=None,
+        n_obs_steps=None,
+    ):
         path = require_pusht(zarr_path)
         self.n_obs_steps = n_obs_steps
-        super().__init__(ReplayBuffer.copy_from_path(path, keys=["state", "action"]), horizon, pad_before, pad_after, seed, val_ratio,
-                         max_train_episodes)
+        super().__init__(
+            ReplayBuffer.copy_from_path(path, keys=["state", "action"]),
+            horizon,
+            pad_before,
+            pad_after,
+            seed,
+            val_ratio,
+            max_train_episodes,
+        )
         stored = ReplayBuffer.create_from_path(path)
         if "img" in stored:
             if stored["img"].shape[1:] != (SIZE, SIZE, 3):
-                raise DataError(f"{path} has no images: an array 'img' of ({SIZE}, {SIZE}, 3) pixels a step is needed, it has "
-                                f"{stored['img'].shape[1:]}.")
+                raise DataError(
+                    f"{path} has no images: an array 'img' of ({SIZE}, {SIZE}, 3) pixels a step is needed, it has "
+                    f"{stored['img'].shape[1:]}."
+                )
             # Published as float32: as bytes, which hold the same whole numbers, they take 0.7 GB instead of 2.8.
             self.frames = MemoryFrames(read_array(stored["img"], "uint8"))
             self.frame_of = torch.arange(len(self.frames))
@@ -45,8 +65,10 @@ class PushTImageDataset(ImageWindowedDataset):
 
     def _make_steps(self, replay_buffer):
         check_steps(replay_buffer, {"state": (STATE_DIM,), "action": (ACTION_DIM,)})
-        return {"agent_pos": torch.from_numpy(replay_buffer["state"][:, :2]).float().contiguous(),
-                "action": torch.from_numpy(replay_buffer["action"]).float()}
+        return {
+            "agent_pos": torch.from_numpy(replay_buffer["state"][:, :2]).float().contiguous(),
+            "action": torch.from_numpy(replay_buffer["action"]).float(),
+        }
 
 
 def drawn_frames(path: str, states: np.ndarray) -> FileFrames | MemoryFrames:
@@ -60,17 +82,30 @@ def drawn_frames(path: str, states: np.ndarray) -> FileFrames | MemoryFrames:
     ends = np.stack(list(draw(states[[0, -1]])))
 
     def write(out) -> None:
-        bar = tqdm(draw(states), total=len(states), desc=f"drawing the images of {os.path.basename(path)}, once", unit="frame", disable=None)
+        bar = tqdm(
+            draw(states),
+            total=len(states),
+            desc=f"drawing the images of {os.path.basename(path)}, once",
+            unit="frame",
+            disable=None,
+        )
         for frame in bar:
             out.write(frame.tobytes())
 
-    return cached_frames(file, (len(states), *ends.shape[1:]), write, in_memory=lambda: np.stack(list(draw(states))),
-                         check=lambda frames: np.array_equal(frames[[0, -1]], ends))
+    return cached_frames(
+        file,
+        (len(states), *ends.shape[1:]),
+        write,
+        in_memory=lambda: np.stack(list(draw(states))),
+        check=lambda frames: np.array_equal(frames[[0, -1]], ends),
+    )
 
 
 def draw(states: np.ndarray):
     """The frame (96, 96, 3) uint8 of each state (5,), one after the other."""
-    from diffusion_policy.env.pusht.pusht_image_env import PushTImageEnv      # only here: training on stored images needs no physics
+    from diffusion_policy.env.pusht.pusht_image_env import (
+        PushTImageEnv,
+    )  # only here: training on stored images needs no physics
 
     env = PushTImageEnv(render_size=SIZE)
     for state in states:

@@ -1,4 +1,5 @@
 """Demonstrations of robomimic's tasks as images and numbers."""
+
 import hashlib
 import json
 import math
@@ -37,9 +38,23 @@ class RobomimicReplayImageDataset(ImageWindowedDataset):
         own cache, <dataset_path>.zarr.zip, is lossy and tied to a codec, and is not read.
     """
 
-    def __init__(self, shape_meta, dataset_path, horizon=1, pad_before=0, pad_after=0, n_obs_steps=None, abs_action=False,
-                 rotation_rep="rotation_6d", use_legacy_normalizer=False, use_cache=False, seed=42, val_ratio=0.0, max_train_episodes=None,
-                 normalization="upstream"):
+    def __init__(
+        self,
+        shape_meta,
+        dataset_path,
+        horizon=1,
+        pad_before=0,
+        pad_after=0,
+        n_obs_steps=None,
+        abs_action=False,
+        rotation_rep="rotation_6d",
+        use_legacy_normalizer=False,
+        use_cache=False,
+        seed=42,
+        val_ratio=0.0,
+        max_train_episodes=None,
+        normalization="upstream",
+    ):
         if normalization not in ("upstream", "min_max"):
             raise ConfigError(f"normalization is 'upstream' or 'min_max', not {normalization!r}.")
         if n_obs_steps is not None and n_obs_steps < 1:
@@ -55,10 +70,14 @@ class RobomimicReplayImageDataset(ImageWindowedDataset):
         demos = read_demos(dataset_path, ["actions", *(f"obs/{key}" for key in self.lowdim_keys)])
         check_vectors(demos, dataset_path)
         data = {key: demos.arrays[f"obs/{key}"].astype(np.float32) for key in self.lowdim_keys}
-        data["action"] = convert_actions(demos.arrays["actions"], self.rotation_transformer, dataset_path).astype(np.float32)
+        data["action"] = convert_actions(demos.arrays["actions"], self.rotation_transformer, dataset_path).astype(
+            np.float32
+        )
         if data["action"].shape[1:] != action_shape:
-            raise DataError(f"{dataset_path}: its actions become {data['action'].shape[1]} numbers with abs_action={abs_action}, but "
-                            f"shape_meta.action.shape is {list(action_shape)}.")
+            raise DataError(
+                f"{dataset_path}: its actions become {data['action'].shape[1]} numbers with abs_action={abs_action}, but "
+                f"shape_meta.action.shape is {list(action_shape)}."
+            )
         buffer = ReplayBuffer({"data": data, "meta": {"episode_ends": demos.episode_ends}})
         super().__init__(buffer, horizon, pad_before, pad_after, seed, val_ratio, max_train_episodes)
         self.frames = stored_frames(dataset_path, self.frame_shapes, buffer.n_steps)
@@ -73,7 +92,9 @@ class RobomimicReplayImageDataset(ImageWindowedDataset):
         if self.normalization == "min_max":
             return super().get_normalizer(mode, **kwargs)
         normalizer = LinearNormalizer()
-        normalizer["action"] = action_normalizer(self.replay_buffer["action"], self.abs_action, self.use_legacy_normalizer)
+        normalizer["action"] = action_normalizer(
+            self.replay_buffer["action"], self.abs_action, self.use_legacy_normalizer
+        )
         for key in self.lowdim_keys:
             make = get_identity_normalizer_from_stat if key.endswith("quat") else get_range_normalizer_from_stat
             normalizer[key] = make(array_to_stats(self.replay_buffer[key]))
@@ -112,8 +133,13 @@ def stored_frames(path: str, shapes: dict, steps: int) -> FileFrames | MemoryFra
     frames = {f"obs/{key}": shape for key, shape in shapes.items()}
 
     def read(into=None) -> np.ndarray | None:
-        with tqdm(desc=f"reading the images of {os.path.basename(path)}, once", total=1, bar_format="{desc}: {percentage:.0f}% [{elapsed}]",
-                  disable=None) as bar:
+        with tqdm(
+            desc=f"reading the images of {os.path.basename(path)}, once",
+            total=1,
+            bar_format="{desc}: {percentage:.0f}% [{elapsed}]",
+            disable=None,
+        ) as bar:
+
             def progress(done, total):
                 bar.update(done / total - bar.n)
 
@@ -122,10 +148,14 @@ def stored_frames(path: str, shapes: dict, steps: int) -> FileFrames | MemoryFra
             raise DataError(f"{path} changed while it was read.")
         return demos.frames
 
-    return cached_frames(file, (steps, sum(map(math.prod, shapes.values()))), write=lambda out: read(out.name), in_memory=read)
+    return cached_frames(
+        file, (steps, sum(map(math.prod, shapes.values()))), write=lambda out: read(out.name), in_memory=read
+    )
 
 
 def _check_suffix(key: str):
     if not key.endswith(("pos", "quat")):
-        raise ConfigError(f"{key}: how upstream scales numbers is told from the end of their name, pos, qpos or quat; normalization=min_max "
-                          f"takes any.")
+        raise ConfigError(
+            f"{key}: how upstream scales numbers is told from the end of their name, pos, qpos or quat; normalization=min_max "
+            f"takes any."
+        )

@@ -1,4 +1,5 @@
 """Demonstrations of robomimic's tasks as low-dimensional observations."""
+
 import numpy as np
 import torch
 
@@ -27,10 +28,21 @@ class RobomimicReplayLowdimDataset(WindowedDataset, BaseLowdimDataset):
     use_legacy_normalizer: absolute actions, too, are divided by their largest magnitude.
     """
 
-    def __init__(self, dataset_path, horizon=1, pad_before=0, pad_after=0,
-                 obs_keys=("object", "robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos"), abs_action=False,
-                 rotation_rep="rotation_6d", use_legacy_normalizer=False, seed=42, val_ratio=0.0, max_train_episodes=None,
-                 normalization="upstream"):
+    def __init__(
+        self,
+        dataset_path,
+        horizon=1,
+        pad_before=0,
+        pad_after=0,
+        obs_keys=("object", "robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos"),
+        abs_action=False,
+        rotation_rep="rotation_6d",
+        use_legacy_normalizer=False,
+        seed=42,
+        val_ratio=0.0,
+        max_train_episodes=None,
+        normalization="upstream",
+    ):
         if normalization not in ("upstream", "min_max"):
             raise ConfigError(f"normalization is 'upstream' or 'min_max', not {normalization!r}.")
         self.obs_keys, self.abs_action, self.normalization = list(obs_keys), abs_action, normalization
@@ -42,8 +54,12 @@ class RobomimicReplayLowdimDataset(WindowedDataset, BaseLowdimDataset):
         check_vectors(demos, dataset_path)
         obs = np.concatenate([demos.arrays[f"obs/{key}"] for key in self.obs_keys], axis=1)
         actions = convert_actions(demos.arrays["actions"], self.rotation_transformer, dataset_path)
-        buffer = ReplayBuffer({"data": {"obs": obs.astype(np.float32), "action": actions.astype(np.float32)},
-                               "meta": {"episode_ends": demos.episode_ends}})
+        buffer = ReplayBuffer(
+            {
+                "data": {"obs": obs.astype(np.float32), "action": actions.astype(np.float32)},
+                "meta": {"episode_ends": demos.episode_ends},
+            }
+        )
         super().__init__(buffer, horizon, pad_before, pad_after, seed, val_ratio, max_train_episodes)
 
     def _make_steps(self, replay_buffer):
@@ -56,7 +72,9 @@ class RobomimicReplayLowdimDataset(WindowedDataset, BaseLowdimDataset):
         if self.normalization == "min_max":
             return super().get_normalizer(mode, **kwargs)
         normalizer = LinearNormalizer()
-        normalizer["action"] = action_normalizer(self.replay_buffer["action"], self.abs_action, self.use_legacy_normalizer)
+        normalizer["action"] = action_normalizer(
+            self.replay_buffer["action"], self.abs_action, self.use_legacy_normalizer
+        )
         normalizer["obs"] = get_max_abs_normalizer_from_stat(array_to_stats(self.replay_buffer["obs"]))
         return normalizer
 
@@ -64,7 +82,9 @@ class RobomimicReplayLowdimDataset(WindowedDataset, BaseLowdimDataset):
 def check_vectors(demos: Demos, path):
     for key, values in demos.arrays.items():
         if values.ndim != 2:
-            raise DataError(f"{path}: {key} holds steps of shape {values.shape[1:]}, but a vector for each step is needed.")
+            raise DataError(
+                f"{path}: {key} holds steps of shape {values.shape[1:]}, but a vector for each step is needed."
+            )
 
 
 def convert_actions(actions: np.ndarray, rotation_transformer: RotationTransformer | None, path) -> np.ndarray:
@@ -72,8 +92,10 @@ def convert_actions(actions: np.ndarray, rotation_transformer: RotationTransform
     if rotation_transformer is None:
         return actions
     if actions.shape[1] not in (ARM_DIM, 2 * ARM_DIM):
-        raise DataError(f"{path}: absolute actions have {ARM_DIM} numbers an arm, these {actions.shape[1]}. "
-                        f"(abs_action is for the files named *_abs.hdf5.)")
+        raise DataError(
+            f"{path}: absolute actions have {ARM_DIM} numbers an arm, these {actions.shape[1]}. "
+            f"(abs_action is for the files named *_abs.hdf5.)"
+        )
     return encode_rotations(actions, rotation_transformer)
 
 

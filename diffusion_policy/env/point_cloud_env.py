@@ -1,4 +1,5 @@
 """What the tasks observed through a point cloud of a MuJoCo simulation share."""
+
 from __future__ import annotations
 
 import difflib
@@ -24,16 +25,19 @@ class PointCloudEnv(gym.Env):
 
     metadata = {"render_modes": ["rgb_array"]}
     render_mode = "rgb_array"
-    control_hz = 10     # one picture of a video for each step
+    control_hz = 10  # one picture of a video for each step
 
     def _look(self, model, data, camera: str, size: int, view: View, num_points: int, action_dim: int) -> None:
         self.view, self.num_points = view, num_points
         self.generator = PointCloudGenerator(model, data, camera, size)
         self.observing = True
         self.action_space = spaces.Box(-1.0, 1.0, (action_dim,), np.float32)
-        self.observation_space = spaces.Dict({
-            "point_cloud": spaces.Box(-np.inf, np.inf, (num_points, 3), np.float32),
-            "agent_pos": spaces.Box(-np.inf, np.inf, self.agent_pos().shape, np.float32)})
+        self.observation_space = spaces.Dict(
+            {
+                "point_cloud": spaces.Box(-np.inf, np.inf, (num_points, 3), np.float32),
+                "agent_pos": spaces.Box(-np.inf, np.inf, self.agent_pos().shape, np.float32),
+            }
+        )
 
     def reset(self, *, seed=None, options=None):
         self._reset(seed)
@@ -43,7 +47,9 @@ class PointCloudEnv(gym.Env):
     def step(self, action):
         action = np.asarray(action, dtype=np.float64)
         if action.shape != self.action_space.shape:
-            raise ConfigError(f"{self.task_name} takes actions of {self.action_space.shape[0]} numbers, got {action.shape}.")
+            raise ConfigError(
+                f"{self.task_name} takes actions of {self.action_space.shape[0]} numbers, got {action.shape}."
+            )
         solved, over = self._step(action)
         return self._observation(), float(solved), over, False, {"success": solved}
 
@@ -68,7 +74,7 @@ def dp3_view(model, tilt_x: float, tilt_y: float, offset, low, high) -> View:
     x, y = np.radians([tilt_x, tilt_y])
     about_x = np.array([[1, 0, 0], [0, np.cos(x), np.sin(x)], [0, -np.sin(x), np.cos(x)]])
     about_y = np.array([[np.cos(y), 0, np.sin(y)], [0, 1, 0], [-np.sin(y), 0, np.cos(y)]])
-    first = model.cam_mat0[0].reshape(3, 3) @ np.diag([1.0, -1.0, -1.0])        # MuJoCo's cameras look along -z, with y up
+    first = model.cam_mat0[0].reshape(3, 3) @ np.diag([1.0, -1.0, -1.0])  # MuJoCo's cameras look along -z, with y up
     return View(about_x @ about_y @ first, *(np.array(values, dtype=np.float64) for values in (offset, low, high)))
 
 
@@ -78,7 +84,9 @@ def require(package: str, extra: str) -> None:
         try:
             importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            raise ConfigError(f"This task needs the package {name}, which is not installed: pip install -e .[{extra}]") from None
+            raise ConfigError(
+                f"This task needs the package {name}, which is not installed: pip install -e .[{extra}]"
+            ) from None
 
 
 def known_task(name, tasks, suite: str) -> str:
@@ -86,4 +94,6 @@ def known_task(name, tasks, suite: str) -> str:
     if name in tasks:
         return name
     near = difflib.get_close_matches(str(name), tasks, n=1)
-    raise ConfigError(f"{suite} has no task {name!r}; " + (f"did you mean {near[0]}?" if near else f"there are: {', '.join(tasks)}"))
+    raise ConfigError(
+        f"{suite} has no task {name!r}; " + (f"did you mean {near[0]}?" if near else f"there are: {', '.join(tasks)}")
+    )

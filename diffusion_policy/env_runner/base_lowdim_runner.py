@@ -1,11 +1,11 @@
 """What a workspace expects of the rollouts of a low-dimensional task."""
-from typing import Dict
+
 
 
 class BaseLowdimRunner:
     def __init__(self, output_dir):
         self.output_dir = output_dir
 
-    def run(self, policy) -> Dict:
+    def run(self, policy) -> dict:
         """Roll the policy out and return what is to be logged."""
         raise NotImplementedError

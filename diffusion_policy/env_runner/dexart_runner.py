@@ -1,4 +1,5 @@
 """Rollouts on DexArt's tasks observed through point clouds."""
+
 from diffusion_policy.env.dexart.dexart_wrapper import DexArtEnv, check_task
 from diffusion_policy.env_runner.point_cloud_runner import PointCloudRunner
 
@@ -14,9 +15,26 @@ class DexArtRunner(PointCloudRunner):
     Other arguments: see `PointCloudRunner`.
     """
 
-    def __init__(self, output_dir, task_name, num_points=1024, state_dim=None, use_test_set=False, stop_on_success=True, max_steps=50, n_envs=None,
-                 **rollouts):
-        check_task(task_name, num_points, state_dim)       # says what is missing here and now, not in the process of an environment
-        env_kwargs = {"task_name": task_name, "num_points": num_points, "state_dim": state_dim, "use_test_set": use_test_set,
-                      "terminate_on_success": stop_on_success}
+    def __init__(
+        self,
+        output_dir,
+        task_name,
+        num_points=1024,
+        state_dim=None,
+        use_test_set=False,
+        stop_on_success=True,
+        max_steps=50,
+        n_envs=None,
+        **rollouts,
+    ):
+        check_task(
+            task_name, num_points, state_dim
+        )  # says what is missing here and now, not in the process of an environment
+        env_kwargs = {
+            "task_name": task_name,
+            "num_points": num_points,
+            "state_dim": state_dim,
+            "use_test_set": use_test_set,
+            "terminate_on_success": stop_on_success,
+        }
         super().__init__(output_dir, DexArtEnv, env_kwargs, max_steps=max_steps, n_envs=n_envs or 1, **rollouts)

@@ -1,4 +1,5 @@
 """Rollouts on tasks observed through point clouds."""
+
 import os
 
 from diffusion_policy.env_runner.base_image_runner import BaseImageRunner
@@ -11,11 +12,36 @@ class PointCloudRunner(RolloutRunner, BaseImageRunner):
     n_envs: environments at the same time, by default one per core. Other arguments: see `RolloutRunner`.
     """
 
-    def __init__(self, output_dir, env_cls, env_kwargs, n_train=0, n_train_vis=0, n_test=20, n_test_vis=2, test_start_seed=100000, n_obs_steps=2,
-                 n_envs=None, vector="async", **rollouts):
+    def __init__(
+        self,
+        output_dir,
+        env_cls,
+        env_kwargs,
+        n_train=0,
+        n_train_vis=0,
+        n_test=20,
+        n_test_vis=2,
+        test_start_seed=100000,
+        n_obs_steps=2,
+        n_envs=None,
+        vector="async",
+        **rollouts,
+    ):
         self.title = f"{env_kwargs['task_name']} rollouts"
-        super().__init__(output_dir, env_cls, env_kwargs, n_train=n_train, n_train_vis=n_train_vis, n_test=n_test, n_test_vis=n_test_vis,
-                         test_start_seed=test_start_seed, n_obs_steps=n_obs_steps, n_envs=n_envs or os.cpu_count(), vector=vector, **rollouts)
+        super().__init__(
+            output_dir,
+            env_cls,
+            env_kwargs,
+            n_train=n_train,
+            n_train_vis=n_train_vis,
+            n_test=n_test,
+            n_test_vis=n_test_vis,
+            test_start_seed=test_start_seed,
+            n_obs_steps=n_obs_steps,
+            n_envs=n_envs or os.cpu_count(),
+            vector=vector,
+            **rollouts,
+        )
 
     def policy_input(self, obs):
-        return {key: value[:, :self.n_obs_steps] for key, value in obs.items()}
+        return {key: value[:, : self.n_obs_steps] for key, value in obs.items()}

@@ -1,4 +1,5 @@
 """Rollouts on PushT observed through images."""
+
 import numpy as np
 
 from diffusion_policy.env.pusht.pusht_image_env import PushTImageEnv

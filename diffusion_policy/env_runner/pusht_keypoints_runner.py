@@ -1,4 +1,5 @@
 """Rollouts on PushT observed through keypoints."""
+
 import numpy as np
 
 from diffusion_policy.env.pusht.pusht_keypoints_env import PushTKeypointsEnv
@@ -16,5 +17,5 @@ class PushTKeypointsRunner(PushTRunner, BaseLowdimRunner):
 
     def policy_input(self, obs):
         dim = obs.shape[-1] // 2
-        obs = obs[:, :self.n_obs_steps]
+        obs = obs[:, : self.n_obs_steps]
         return {"obs": obs[..., :dim].astype(np.float32), "obs_mask": obs[..., dim:] > 0.5}

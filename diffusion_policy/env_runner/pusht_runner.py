@@ -1,4 +1,5 @@
 """Rollouts on PushT, shared by the state, keypoint and image runners."""
+
 from diffusion_policy.env_runner.rollout import RolloutRunner
 
 

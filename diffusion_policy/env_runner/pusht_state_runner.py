@@ -1,4 +1,5 @@
 """Rollouts on PushT observed through its state."""
+
 import numpy as np
 
 from diffusion_policy.env.pusht.pusht_env import PushTEnv
@@ -14,4 +15,4 @@ class PushTStateRunner(PushTRunner, BaseLowdimRunner):
         super().__init__(output_dir, PushTEnv, {}, **rollouts)
 
     def policy_input(self, obs):
-        return {"obs": obs[:, :self.n_obs_steps].astype(np.float32)}
+        return {"obs": obs[:, : self.n_obs_steps].astype(np.float32)}

@@ -1,4 +1,5 @@
 """Rollouts on robomimic's tasks, shared by the low-dimensional and the image runner."""
+
 from __future__ import annotations
 
 import os
@@ -13,7 +14,7 @@ from diffusion_policy.env.robomimic.starts import recorded_start
 from diffusion_policy.env_runner.rollout import RolloutRunner
 from diffusion_policy.model.common.rotation_transformer import RotationTransformer
 
-ROTATION_6D_DIM = 10    # numbers of an arm's action with rotation_6d
+ROTATION_6D_DIM = 10  # numbers of an arm's action with rotation_6d
 
 
 class RobomimicRunner(RolloutRunner):
@@ -30,9 +31,25 @@ class RobomimicRunner(RolloutRunner):
     Other arguments: see `RolloutRunner`.
     """
 
-    def __init__(self, output_dir, dataset_path, wrapper, wrapper_kwargs, render_offscreen, abs_action=False, train_start_idx=0, n_train=10,
-                 n_envs=None, stop_on_success=True, vector="async", n_latency_steps=0, max_steps=400, n_obs_steps=2, **rollouts):
-        import_robosuite()      # says what is missing here, not in the process of an environment
+    def __init__(
+        self,
+        output_dir,
+        dataset_path,
+        wrapper,
+        wrapper_kwargs,
+        render_offscreen,
+        abs_action=False,
+        train_start_idx=0,
+        n_train=10,
+        n_envs=None,
+        stop_on_success=True,
+        vector="async",
+        n_latency_steps=0,
+        max_steps=400,
+        n_obs_steps=2,
+        **rollouts,
+    ):
+        import_robosuite()  # says what is missing here, not in the process of an environment
         demos = read_demos(dataset_path, ["actions", "states"] if n_train else ["actions"])
         env_args = check_env_args(demos.env_args)
         self.env_name = env_args["env_name"]
@@ -41,17 +58,37 @@ class RobomimicRunner(RolloutRunner):
         if n_train:
             starts = np.concatenate([[0], demos.episode_ends[:-1]])
             if train_start_idx + n_train > len(starts):
-                raise ConfigError(f"{dataset_path} has {len(starts)} demonstrations, too few for n_train={n_train} from train_start_idx={train_start_idx}.")
-            self.first_states = {i: demos.arrays["states"][starts[i]] for i in range(train_start_idx, train_start_idx + n_train)}
+                raise ConfigError(
+                    f"{dataset_path} has {len(starts)} demonstrations, too few for n_train={n_train} from train_start_idx={train_start_idx}."
+                )
+            self.first_states = {
+                i: demos.arrays["states"][starts[i]] for i in range(train_start_idx, train_start_idx + n_train)
+            }
         width = demos.arrays["actions"].shape[1]
         if width % ARM_DIM:
             raise DataError(f"{dataset_path}: its actions have {width} numbers, not {ARM_DIM} an arm.")
         self.n_arms = width // ARM_DIM
         self.rotation_transformer = RotationTransformer("axis_angle", "rotation_6d") if abs_action else None
-        env_kwargs = {"env_args": env_args, "abs_action": abs_action, "render_offscreen": render_offscreen, "wrapper": wrapper,
-                      "wrapper_kwargs": dict(wrapper_kwargs, terminate_on_success=stop_on_success)}
-        super().__init__(output_dir, make_env, env_kwargs, n_train=n_train, train_start_seed=train_start_idx, n_envs=n_envs or os.cpu_count(),
-                         vector=vector, n_latency_steps=n_latency_steps, max_steps=max_steps, n_obs_steps=n_obs_steps, **rollouts)
+        env_kwargs = {
+            "env_args": env_args,
+            "abs_action": abs_action,
+            "render_offscreen": render_offscreen,
+            "wrapper": wrapper,
+            "wrapper_kwargs": dict(wrapper_kwargs, terminate_on_success=stop_on_success),
+        }
+        super().__init__(
+            output_dir,
+            make_env,
+            env_kwargs,
+            n_train=n_train,
+            train_start_seed=train_start_idx,
+            n_envs=n_envs or os.cpu_count(),
+            vector=vector,
+            n_latency_steps=n_latency_steps,
+            max_steps=max_steps,
+            n_obs_steps=n_obs_steps,
+            **rollouts,
+        )
 
     def start_options(self, split, seed):
         state = self.first_states[seed] if split == "train" else recorded_start(self.env_name, seed)
@@ -61,9 +98,15 @@ class RobomimicRunner(RolloutRunner):
         """(N, Ta, Da) -> (N, Ta, 7 an arm)"""
         each = ROTATION_6D_DIM if self.rotation_transformer is not None else ARM_DIM
         if action.shape[-1] != each * self.n_arms:
-            raise ConfigError(f"the policy's actions have {action.shape[-1]} numbers; {self.env_name} takes {each} for each of {self.n_arms} arm(s) "
-                              f"with abs_action={self.rotation_transformer is not None}.")
-        return action if self.rotation_transformer is None else decode_rotations(action, self.rotation_transformer, self.n_arms)
+            raise ConfigError(
+                f"the policy's actions have {action.shape[-1]} numbers; {self.env_name} takes {each} for each of {self.n_arms} arm(s) "
+                f"with abs_action={self.rotation_transformer is not None}."
+            )
+        return (
+            action
+            if self.rotation_transformer is None
+            else decode_rotations(action, self.rotation_transformer, self.n_arms)
+        )
 
 
 def make_env(env_args, abs_action, render_offscreen, wrapper, wrapper_kwargs):

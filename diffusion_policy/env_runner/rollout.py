@@ -1,4 +1,5 @@
 """Rollouts of a policy from seeded starts, for any environment; the runners of a task are thin subclasses."""
+
 import collections
 import functools
 import logging
@@ -15,7 +16,7 @@ from diffusion_policy.gym_util.rollout_slots import AsyncSlots, SlotFault, SyncS
 
 log = logging.getLogger(__name__)
 
-MAX_RESTARTS = 8    # of the environments in one evaluation; what is not played by then is lost
+MAX_RESTARTS = 8  # of the environments in one evaluation; what is not played by then is lost
 
 
 class RolloutRunner:
@@ -43,12 +44,31 @@ class RolloutRunner:
             waits for ever.
     """
 
-    title = "rollouts"      # of the progress bar
+    title = "rollouts"  # of the progress bar
 
-    def __init__(self, output_dir, env_cls, env_kwargs, n_train=10, n_train_vis=3, train_start_seed=0,
-                 n_test=22, n_test_vis=6, test_start_seed=10000, max_steps=200, n_obs_steps=8,
-                 n_action_steps=8, n_latency_steps=0, fps=10, crf=22, past_action=False,
-                 tqdm_interval_sec=5.0, n_envs=None, vector="sync", worker_timeout=300.0):
+    def __init__(
+        self,
+        output_dir,
+        env_cls,
+        env_kwargs,
+        n_train=10,
+        n_train_vis=3,
+        train_start_seed=0,
+        n_test=22,
+        n_test_vis=6,
+        test_start_seed=10000,
+        max_steps=200,
+        n_obs_steps=8,
+        n_action_steps=8,
+        n_latency_steps=0,
+        fps=10,
+        crf=22,
+        past_action=False,
+        tqdm_interval_sec=5.0,
+        n_envs=None,
+        vector="sync",
+        worker_timeout=300.0,
+    ):
         super().__init__(output_dir)
         if n_train + n_test < 1:
             raise ConfigError("n_train and n_test are both 0: there is no episode to run")
@@ -57,7 +77,9 @@ class RolloutRunner:
         if n_envs is not None and n_envs < 1:
             raise ConfigError(f"n_envs must be at least 1, or null for all episodes at once, not {n_envs}")
         if worker_timeout is not None and not worker_timeout > 0:
-            raise ConfigError(f"worker_timeout must be a positive number of seconds, or null for none, not {worker_timeout}")
+            raise ConfigError(
+                f"worker_timeout must be a positive number of seconds, or null for none, not {worker_timeout}"
+            )
         self._plan = [("train", train_start_seed + i, i < n_train_vis) for i in range(n_train)]
         self._plan += [("test", test_start_seed + i, i < n_test_vis) for i in range(n_test)]
         self.n_envs = n_envs or len(self._plan)
@@ -72,7 +94,8 @@ class RolloutRunner:
         self.episodes = []
         self.lost = []
         self._make_env = functools.partial(
-            make_rollout_env, env_cls, env_kwargs, n_obs_steps + n_latency_steps, n_action_steps, max_steps, fps, crf)
+            make_rollout_env, env_cls, env_kwargs, n_obs_steps + n_latency_steps, n_action_steps, max_steps, fps, crf
+        )
         self._slots = None
         self._n_slots = 0
         self._ever_built = False
@@ -98,11 +121,16 @@ class RolloutRunner:
         """
         self.episodes, self.lost = [], []
         self._faults, self._tracebacks = 0, set()
-        chunks = [self._plan[i:i + self.n_envs] for i in range(0, len(self._plan), self.n_envs)]
+        chunks = [self._plan[i : i + self.n_envs] for i in range(0, len(self._plan), self.n_envs)]
         try:
             # disable=None: no bar where nobody watches, such as a log file.
-            with tqdm.tqdm(total=len(chunks) * self.max_steps, unit="step", leave=False, disable=None,
-                           mininterval=self.tqdm_interval_sec) as bar:
+            with tqdm.tqdm(
+                total=len(chunks) * self.max_steps,
+                unit="step",
+                leave=False,
+                disable=None,
+                mininterval=self.tqdm_interval_sec,
+            ) as bar:
                 for i, chunk in enumerate(chunks):
                     bar.set_description(f"{self.title}, chunk {i + 1}/{len(chunks)}")
                     self._play(policy, chunk, bar)
@@ -124,8 +152,11 @@ class RolloutRunner:
         if self._slots is not None and self._n_slots != count:
             self.close()
         if self._slots is None:
-            self._slots = (SyncSlots(self._make_env, count) if self.vector == "sync"
-                           else AsyncSlots(self._make_env, count, self.worker_timeout))
+            self._slots = (
+                SyncSlots(self._make_env, count)
+                if self.vector == "sync"
+                else AsyncSlots(self._make_env, count, self.worker_timeout)
+            )
             self._n_slots, self._ever_built = count, True
         return self._slots
 
@@ -147,8 +178,15 @@ class RolloutRunner:
         """Play the episodes of `chunk` in `count` slots -> None, or what went wrong."""
         if self._faults > MAX_RESTARTS:
             return f"was not played: the environments of this evaluation had failed {self._faults} times"
-        episodes = [{"split": split, "seed": seed, "video": self._video_path(split, seed) if vis else None,
-                     "options": self.start_options(split, seed)} for split, seed, vis in chunk]
+        episodes = [
+            {
+                "split": split,
+                "seed": seed,
+                "video": self._video_path(split, seed) if vis else None,
+                "options": self.start_options(split, seed),
+            }
+            for split, seed, vis in chunk
+        ]
         try:
             self.episodes += self._run_chunk(policy, episodes, bar, count)
             return None
@@ -162,9 +200,14 @@ class RolloutRunner:
                 which = f"with seed {chunk[slot][1]}" if slot < len(chunk) else "of an idle slot"
                 new = failure.traceback not in self._tracebacks
                 self._tracebacks.add(failure.traceback)
-                log.warning("the environment %s %s%s", which, failure.reason, f"\n{failure.traceback}" if new and failure.traceback else "")
+                log.warning(
+                    "the environment %s %s%s",
+                    which,
+                    failure.reason,
+                    f"\n{failure.traceback}" if new and failure.traceback else "",
+                )
             if not self._ever_built and self._faults > 1:
-                raise   # not an accident: an environment that cannot be built is for the user to mend
+                raise  # not an accident: an environment that cannot be built is for the user to mend
             return "; ".join(failure.reason for failure in fault.failures.values())
 
     # ------------------------------------------------------------------ episodes
@@ -180,20 +223,26 @@ class RolloutRunner:
         while not done.all():
             batch = self.policy_input(obs)
             if self.past_action and past_action is not None and self.n_obs_steps > 1:
-                batch["past_action"] = past_action[:, -(self.n_obs_steps - 1):].astype(np.float32)
+                batch["past_action"] = past_action[:, -(self.n_obs_steps - 1) :].astype(np.float32)
             action = self._predict(policy, batch)
             for i in np.flatnonzero(~done & ~np.isfinite(action).all(axis=(1, 2))):
-                raise RuntimeError(f"the policy returned an action that is not finite, in the episode with "
-                                   f"seed {slots[i]['seed']} after {steps[i]} steps")
-            action = action[:, self.n_latency_steps:]
+                raise RuntimeError(
+                    f"the policy returned an action that is not finite, in the episode with "
+                    f"seed {slots[i]['seed']} after {steps[i]} steps"
+                )
+            action = action[:, self.n_latency_steps :]
             if action.shape[1] == 0:
-                raise ConfigError(f"the policy returned no action beyond the {self.n_latency_steps} lost to "
-                                  "n_latency_steps: its n_action_steps must be larger")
+                raise ConfigError(
+                    f"the policy returned no action beyond the {self.n_latency_steps} lost to "
+                    "n_latency_steps: its n_action_steps must be larger"
+                )
             obs, reward, done, steps = env.step(self.env_action(action))
             past_action = action
             bar.update(action.shape[1])
-        return [{"split": e["split"], "seed": e["seed"], "max_reward": float(r), "steps": int(n),
-                 "video": e["video"]} for e, r, n in zip(episodes, reward, steps)]
+        return [
+            {"split": e["split"], "seed": e["seed"], "max_reward": float(r), "steps": int(n), "video": e["video"]}
+            for e, r, n in zip(episodes, reward, steps)
+        ]
 
     def _predict(self, policy, batch):
         """{name: (N, To, ...)} -> actions (N, Ta, Da) float64.
@@ -221,10 +270,17 @@ class RolloutRunner:
                 out[f"{split}/sim_video_{seed}"] = episode["video"]
             scores.setdefault(split, []).append(episode["max_reward"])
         lost = collections.Counter(episode["split"] for episode in self.lost)
-        out.update({f"{split}/mean_score": float(np.mean(values)) for split, values in scores.items() if split not in lost})
+        out.update(
+            {f"{split}/mean_score": float(np.mean(values)) for split, values in scores.items() if split not in lost}
+        )
         for split, count in lost.items():
             out[f"{split}/lost_episodes"] = count
             planned = count + len(scores.get(split, []))
-            log.error("this evaluation has no %s/mean_score: it lost %d of %d episodes: %s", split, count, planned,
-                      ", ".join(f"seed {e['seed']} {e['reason']}" for e in self.lost if e["split"] == split))
+            log.error(
+                "this evaluation has no %s/mean_score: it lost %d of %d episodes: %s",
+                split,
+                count,
+                planned,
+                ", ".join(f"seed {e['seed']} {e['reason']}" for e in self.lost if e["split"] == split),
+            )
         return out

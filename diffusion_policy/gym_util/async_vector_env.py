@@ -1,4 +1,5 @@
 """Upstream's import path of gymnasium's AsyncVectorEnv."""
+
 from gymnasium.vector import AsyncVectorEnv
 
 __all__ = ["AsyncVectorEnv"]

@@ -1,4 +1,5 @@
 """Point clouds and pictures of a MuJoCo simulation, without a display."""
+
 from __future__ import annotations
 
 import ctypes.util
@@ -34,10 +35,11 @@ def choose_renderer() -> None:
 def no_renderer(what: str, error: Exception) -> ConfigError:
     return ConfigError(
         f"{what} cannot be rendered with MUJOCO_GL={os.environ.get('MUJOCO_GL')}: {type(error).__name__}: {error}. "
-        "Without a GPU: apt-get install libosmesa6, and set MUJOCO_GL=osmesa; with one: apt-get install libegl1, and MUJOCO_GL=egl.")
+        "Without a GPU: apt-get install libosmesa6, and set MUJOCO_GL=osmesa; with one: apt-get install libegl1, and MUJOCO_GL=egl."
+    )
 
 
-HIDDEN = 5      # a group of geometries that MuJoCo does not draw
+HIDDEN = 5  # a group of geometries that MuJoCo does not draw
 
 
 class PointCloudGenerator:
@@ -52,7 +54,7 @@ class PointCloudGenerator:
         size: height and width of the picture in pixels.
     """
 
-    _renderer_of = None     # the one of this process that has a renderer
+    _renderer_of = None  # the one of this process that has a renderer
 
     def __init__(self, model, data, camera: str, size: int):
         import mujoco
@@ -110,7 +112,7 @@ class PointCloudGenerator:
 
         try:
             return mujoco.Renderer(self.model, self.size, self.size)
-        except Exception as error:      # each way in which OpenGL can be missing has its own
+        except Exception as error:  # each way in which OpenGL can be missing has its own
             raise no_renderer("Depth", error) from error
 
     def _draw(self, renderer) -> np.ndarray:
@@ -125,8 +127,10 @@ class PointCloudGenerator:
     def _hide_what_is_out_of_view(self) -> None:
         """Spare a software renderer the meshes whose bounding spheres do not reach into the camera's view; the picture is the same."""
         rotation = self.data.cam_xmat[self.camera_id].reshape(3, 3)
-        x, y, z = ((self.data.geom_xpos - self.data.cam_xpos[self.camera_id]) @ rotation).T       # it looks along -z
+        x, y, z = ((self.data.geom_xpos - self.data.cam_xpos[self.camera_id]) @ rotation).T  # it looks along -z
         half, radius = np.radians(self.fovy) / 2, self.model.geom_rbound
-        margin = np.minimum(-z * np.sin(half) - np.maximum(np.abs(x), np.abs(y)) * np.cos(half), -z)        # distance from the nearest plane of the view
+        margin = np.minimum(
+            -z * np.sin(half) - np.maximum(np.abs(x), np.abs(y)) * np.cos(half), -z
+        )  # distance from the nearest plane of the view
         # Planes, which have no end, have no radius either.
         self.model.geom_group[:] = np.where((radius == 0) | (margin > -radius), self._groups, HIDDEN)

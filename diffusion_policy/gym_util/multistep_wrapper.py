@@ -1,4 +1,5 @@
 """Chunks of actions in, stacks of observations out."""
+
 from collections import defaultdict, deque
 
 import dill
@@ -13,8 +14,9 @@ def stack_repeated(x, n):
 
 
 def repeated_box(box_space, n):
-    return spaces.Box(low=stack_repeated(box_space.low, n), high=stack_repeated(box_space.high, n),
-                      dtype=box_space.dtype)
+    return spaces.Box(
+        low=stack_repeated(box_space.low, n), high=stack_repeated(box_space.high, n), dtype=box_space.dtype
+    )
 
 
 def repeated_space(space, n):
@@ -29,7 +31,7 @@ def repeated_space(space, n):
 def take_last_n(x, n):
     """Last n entries of a sequence as an array (min(n, len(x)), ...)."""
     x = list(x)
-    return np.array(x[max(0, len(x) - n):])
+    return np.array(x[max(0, len(x) - n) :])
 
 
 def dict_take_last_n(x, n):
@@ -66,8 +68,7 @@ class MultiStepWrapper(gym.Wrapper):
     the steps of a chunk whose observations are not among the last n_obs_steps, so are never seen.
     """
 
-    def __init__(self, env, n_obs_steps, n_action_steps, max_episode_steps=None,
-                 reward_agg_method="max"):
+    def __init__(self, env, n_obs_steps, n_action_steps, max_episode_steps=None, reward_agg_method="max"):
         super().__init__(env)
         self.action_space = repeated_space(env.action_space, n_action_steps)
         self.observation_space = repeated_space(env.observation_space, n_obs_steps)
@@ -106,13 +107,17 @@ class MultiStepWrapper(gym.Wrapper):
             for key, value in info.items():
                 self.info[key].append(value)
         reward = float(aggregate(self.reward, self.reward_agg_method))
-        return (self._get_obs(self.n_obs_steps), reward, bool(self._terminated),
-                bool(self._truncated), dict_take_last_n(self.info, self.n_obs_steps))
+        return (
+            self._get_obs(self.n_obs_steps),
+            reward,
+            bool(self._terminated),
+            bool(self._truncated),
+            dict_take_last_n(self.info, self.n_obs_steps),
+        )
 
     def _get_obs(self, n_steps=1):
         if isinstance(self.observation_space, spaces.Dict):
-            return {key: stack_last_n_obs([obs[key] for obs in self.obs], n_steps)
-                    for key in self.observation_space}
+            return {key: stack_last_n_obs([obs[key] for obs in self.obs], n_steps) for key in self.observation_space}
         return stack_last_n_obs(self.obs, n_steps)
 
     def get_rewards(self):

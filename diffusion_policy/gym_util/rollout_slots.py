@@ -3,6 +3,7 @@
 Not gymnasium's AsyncVectorEnv, although it is close. It waits for ever for a worker that hangs while it is built or whose exception
 cannot be pickled, `close(terminate=True)` waits for ever for one that ignores SIGTERM, and none of its errors says which one failed.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -24,7 +25,7 @@ from diffusion_policy.gym_util.video_recording_wrapper import VideoRecorder, Vid
 
 log = logging.getLogger(__name__)
 
-GRACE = 1.0     # seconds that a process gets to end by itself once its pipe is closed
+GRACE = 1.0  # seconds that a process gets to end by itself once its pipe is closed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,9 @@ class SlotFault(RuntimeError):
     """Environments that raised, died or hung: {slot: Failure}. The slots they are part of must be closed."""
 
     def __init__(self, failures: dict[int, Failure]):
-        super().__init__("; ".join(f"the environment of slot {slot} {failure.reason}" for slot, failure in failures.items()))
+        super().__init__(
+            "; ".join(f"the environment of slot {slot} {failure.reason}" for slot, failure in failures.items())
+        )
         self.failures = failures
 
 
@@ -78,10 +81,13 @@ class RolloutEnv:
 def make_rollout_env(env_cls, env_kwargs, n_obs_steps, n_action_steps, max_steps, fps, crf):
     env = env_cls(**env_kwargs)
     video = VideoRecordingWrapper(
-        env, VideoRecorder.create_h264(fps=fps, codec="h264", input_pix_fmt="rgb24", crf=crf),
-        steps_per_render=max(env.control_hz // fps, 1))
-    multistep = MultiStepWrapper(video, n_obs_steps=n_obs_steps, n_action_steps=n_action_steps,
-                                 max_episode_steps=max_steps)
+        env,
+        VideoRecorder.create_h264(fps=fps, codec="h264", input_pix_fmt="rgb24", crf=crf),
+        steps_per_render=max(env.control_hz // fps, 1),
+    )
+    multistep = MultiStepWrapper(
+        video, n_obs_steps=n_obs_steps, n_action_steps=n_action_steps, max_episode_steps=max_steps
+    )
     return RolloutEnv(multistep, video)
 
 
@@ -115,14 +121,16 @@ class SyncSlots(_Slots):
         return super().reset(episodes)
 
     def _call(self, name, arguments):
-        return [_result(slot, _attempt(getattr(env, name), argument))
-                for slot, (env, argument) in enumerate(zip(self._envs, arguments))]
+        return [
+            _result(slot, _attempt(getattr(env, name), argument))
+            for slot, (env, argument) in enumerate(zip(self._envs, arguments))
+        ]
 
     def close(self):
         for env in self._envs:
             try:
                 env.close()
-            except Exception as error:      # it may be closed because it is broken
+            except Exception as error:  # it may be closed because it is broken
                 log.warning("closing an environment failed: %s: %s", type(error).__name__, error)
         self._envs = []
 
@@ -134,7 +142,9 @@ class AsyncSlots(_Slots):
         self.timeout = timeout
         self._processes, self._pipes = [], []
         # Not fork: libraries with threads of their own do not survive it.
-        context = multiprocessing.get_context("forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn")
+        context = multiprocessing.get_context(
+            "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+        )
         try:
             for slot in range(count):
                 self._start(context, slot, make_env)
@@ -146,18 +156,20 @@ class AsyncSlots(_Slots):
     def _start(self, context, slot, make_env):
         pipe, theirs = context.Pipe()
         self._pipes.append(pipe)
-        process = context.Process(target=_work, args=(CloudpickleWrapper(make_env), theirs), name=f"environment-{slot}", daemon=True)
+        process = context.Process(
+            target=_work, args=(CloudpickleWrapper(make_env), theirs), name=f"environment-{slot}", daemon=True
+        )
         try:
             process.start()
         except OSError as error:
             raise SlotFault({slot: Failure(f"got no process: {error}")}) from error
         finally:
-            theirs.close()      # so that the pipe ends when the process does
+            theirs.close()  # so that the pipe ends when the process does
         self._processes.append(process)
 
     def _call(self, name, arguments):
         for pipe, argument in zip(self._pipes, arguments):
-            with contextlib.suppress(OSError):      # dead since its last answer: `_answers` finds out how
+            with contextlib.suppress(OSError):  # dead since its last answer: `_answers` finds out how
                 pipe.send((name, argument))
         return self._answers()
 
@@ -166,8 +178,10 @@ class AsyncSlots(_Slots):
         answers, waiting = {}, dict(enumerate(self._processes))
         while waiting:
             # Also the sentinel: a process that the environment started may keep the pipe of a dead one open.
-            ready = connection.wait([handle for slot, process in waiting.items() for handle in (self._pipes[slot], process.sentinel)],
-                                    self.timeout)
+            ready = connection.wait(
+                [handle for slot, process in waiting.items() for handle in (self._pipes[slot], process.sentinel)],
+                self.timeout,
+            )
             if not ready:
                 raise SlotFault({slot: Failure(f"gave no answer for {self.timeout:g} s") for slot in waiting})
             for slot, process in list(waiting.items()):
@@ -181,7 +195,7 @@ class AsyncSlots(_Slots):
         with contextlib.suppress(EOFError, OSError):
             if pipe.poll():
                 return pipe.recv()
-        process.join(GRACE)     # the pipe ends a moment before the process
+        process.join(GRACE)  # the pipe ends a moment before the process
         return False, (Failure(_end(process.exitcode)), None)
 
     def close(self):
@@ -213,7 +227,7 @@ def _work(make_env, pipe):
                 _collect_worlds()
             works, value = _attempt(getattr(env, name), argument)
             pipe.send((works, value))
-    except (EOFError, OSError):     # nobody is at the other end any more
+    except (EOFError, OSError):  # nobody is at the other end any more
         pass
     finally:
         if built:
@@ -232,7 +246,7 @@ def _attempt(call, *arguments):
         return True, call(*arguments)
     except Exception as error:
         where = f" in {call.__name__}" if hasattr(call, "__name__") else " while it was built"
-        message = str(error).strip().partition("\n")[0]     # the traceback has the rest
+        message = str(error).strip().partition("\n")[0]  # the traceback has the rest
         failure = Failure(f"raised {type(error).__name__}{where}: {message}", traceback.format_exc())
         return False, (failure, error if isinstance(error, UserError) else None)
 

@@ -1,4 +1,5 @@
 """Records an episode while it runs."""
+
 import gymnasium as gym
 import numpy as np
 

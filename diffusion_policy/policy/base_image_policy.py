@@ -1,4 +1,5 @@
 """What every image policy offers."""
+
 import torch
 
 from diffusion_policy.model.common.module_attr_mixin import ModuleAttrMixin

@@ -1,4 +1,5 @@
 """Training and sampling of a diffusion policy, whatever its network and whatever it observes."""
+
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,20 +24,35 @@ class DiffusionBasePolicy(ModuleAttrMixin):
     the index of the first executed action. Keyword arguments that are not known here go to `noise_scheduler.step`.
     """
 
-    def __init__(self, model: nn.Module, noise_scheduler, horizon: int, obs_dim: int, action_dim: int, n_action_steps: int,
-                 n_obs_steps: int, num_inference_steps: int | None, inpainting: bool, pred_action_steps_only: bool,
-                 action_start: int, obs_encoder: nn.Module | None = None, **kwargs):
+    def __init__(
+        self,
+        model: nn.Module,
+        noise_scheduler,
+        horizon: int,
+        obs_dim: int,
+        action_dim: int,
+        n_action_steps: int,
+        n_obs_steps: int,
+        num_inference_steps: int | None,
+        inpainting: bool,
+        pred_action_steps_only: bool,
+        action_start: int,
+        obs_encoder: nn.Module | None = None,
+        **kwargs,
+    ):
         super().__init__()
         if action_start + n_action_steps > horizon:
             raise ConfigError(
                 f"Executed actions are steps {action_start} to {action_start + n_action_steps - 1} of the prediction, "
-                f"which has only horizon = {horizon} steps.")
+                f"which has only horizon = {horizon} steps."
+            )
         if obs_encoder is not None:
-            self.obs_encoder = obs_encoder      # before the network: the order of the state dict is that of the checkpoints
+            self.obs_encoder = obs_encoder  # before the network: the order of the state dict is that of the checkpoints
         self.model = model
         self.noise_scheduler = noise_scheduler
         self.mask_generator = LowdimMaskGenerator(
-            action_dim=action_dim, obs_dim=obs_dim if inpainting else 0, max_n_obs_steps=n_obs_steps)
+            action_dim=action_dim, obs_dim=obs_dim if inpainting else 0, max_n_obs_steps=n_obs_steps
+        )
         self.normalizer = LinearNormalizer()
         self.horizon = horizon
         self.obs_dim = obs_dim
@@ -68,10 +84,16 @@ class DiffusionBasePolicy(ModuleAttrMixin):
 
     # ========= inference =========
 
-    def conditional_sample(self, condition_data: torch.Tensor, condition_mask: torch.Tensor,
-                           cond: torch.Tensor | None = None, local_cond: torch.Tensor | None = None,
-                           global_cond: torch.Tensor | None = None, generator: torch.Generator | None = None,
-                           **kwargs) -> torch.Tensor:
+    def conditional_sample(
+        self,
+        condition_data: torch.Tensor,
+        condition_mask: torch.Tensor,
+        cond: torch.Tensor | None = None,
+        local_cond: torch.Tensor | None = None,
+        global_cond: torch.Tensor | None = None,
+        generator: torch.Generator | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
         """Denoise from N(0, I) with the entries of `condition_mask` held at `condition_data`, both (B, T, D) -> (B, T, D).
 
         Draws one normal (B, T, D), then what the scheduler draws; `kwargs` go to `noise_scheduler.step`.
@@ -79,12 +101,15 @@ class DiffusionBasePolicy(ModuleAttrMixin):
         conditions = {"cond": cond, "local_cond": local_cond, "global_cond": global_cond}
         conditions = {name: value for name, value in conditions.items() if value is not None}
         trajectory = torch.randn(
-            condition_data.shape, dtype=condition_data.dtype, device=condition_data.device, generator=generator)
+            condition_data.shape, dtype=condition_data.dtype, device=condition_data.device, generator=generator
+        )
         self.noise_scheduler.set_timesteps(self.num_inference_steps)
         for timestep in self.noise_scheduler.timesteps:
             trajectory = torch.where(condition_mask, condition_data, trajectory)
             output = self.model(trajectory, timestep, **conditions)
-            trajectory = self.noise_scheduler.step(output, timestep, trajectory, generator=generator, **kwargs).prev_sample
+            trajectory = self.noise_scheduler.step(
+                output, timestep, trajectory, generator=generator, **kwargs
+            ).prev_sample
         return torch.where(condition_mask, condition_data, trajectory)
 
     def sample(self, features: torch.Tensor) -> torch.Tensor:
@@ -94,8 +119,8 @@ class DiffusionBasePolicy(ModuleAttrMixin):
         data = torch.zeros(len(features), n_step, width, dtype=features.dtype, device=features.device)
         mask = torch.zeros_like(data, dtype=torch.bool)
         if self.inpainting:
-            data[:, :self.n_obs_steps, self.action_dim:] = features
-            mask[:, :self.n_obs_steps, self.action_dim:] = True
+            data[:, : self.n_obs_steps, self.action_dim :] = features
+            mask[:, : self.n_obs_steps, self.action_dim :] = True
         return self.conditional_sample(data, mask, **self.condition(features), **self.kwargs)
 
     @torch.no_grad()
@@ -103,10 +128,12 @@ class DiffusionBasePolicy(ModuleAttrMixin):
         """{key: (B, >=To, ...)} -> {'action': (B, Ta, Da), 'action_pred': (B, T, Da)}, and what `predicted_obs` adds."""
         self.check_obs(obs_dict)
         sample = self.sample(self.encode(self.observation_of(obs_dict), self.n_obs_steps))
-        action_pred = self.normalizer["action"].unnormalize(sample[..., :self.action_dim])
+        action_pred = self.normalizer["action"].unnormalize(sample[..., : self.action_dim])
         if not bool(torch.isfinite(action_pred).all()):
-            raise ConfigError("The predicted actions are not finite: either the observation holds numbers far beyond those of the dataset, or the "
-                              "weights are broken and an earlier checkpoint is needed.")
+            raise ConfigError(
+                "The predicted actions are not finite: either the observation holds numbers far beyond those of the dataset, or the "
+                "weights are broken and an earlier checkpoint is needed."
+            )
         action = action_pred if self.pred_action_steps_only else action_pred[:, self.executed]
         return {"action": action, "action_pred": action_pred, **self.predicted_obs(sample)}
 
@@ -135,14 +162,25 @@ class DiffusionBasePolicy(ModuleAttrMixin):
             raise ConfigError(f"predict_action needs the {names}, but got: {', '.join(map(str, obs_dict)) or 'none'}.")
         for key, shape in shapes.items():
             obs = obs_dict[key]
-            if not isinstance(obs, torch.Tensor) or obs.layout is not torch.strided or obs.device.type == "meta" or obs.is_complex():
-                kind = f"{obs.dtype} in {obs.layout} on {obs.device}" if isinstance(obs, torch.Tensor) else type(obs).__name__
+            if (
+                not isinstance(obs, torch.Tensor)
+                or obs.layout is not torch.strided
+                or obs.device.type == "meta"
+                or obs.is_complex()
+            ):
+                kind = (
+                    f"{obs.dtype} in {obs.layout} on {obs.device}"
+                    if isinstance(obs, torch.Tensor)
+                    else type(obs).__name__
+                )
                 raise ConfigError(f"predict_action expects '{key}' as a dense tensor of real numbers, but got {kind}.")
             if obs.ndim != 2 + len(shape) or len(obs) == 0 or obs.shape[1] < self.n_obs_steps or obs.shape[2:] != shape:
                 size = f"{key}_dim = {shape[0]}" if len(shape) == 1 else ", ".join(map(str, shape))
-                raise ConfigError(f"predict_action expects '{key}' of shape (B, n_obs_steps >= {self.n_obs_steps}, {size}), "
-                                  f"but got {tuple(obs.shape)}.")
-            if not bool(torch.isfinite(self.normalizer[key].normalize(obs[:, :self.n_obs_steps])).all()):
+                raise ConfigError(
+                    f"predict_action expects '{key}' of shape (B, n_obs_steps >= {self.n_obs_steps}, {size}), "
+                    f"but got {tuple(obs.shape)}."
+                )
+            if not bool(torch.isfinite(self.normalizer[key].normalize(obs[:, : self.n_obs_steps])).all()):
                 raise ConfigError(f"'{key}' holds NaN, infinity, or numbers too large to normalise.")
         sizes = {key: len(obs_dict[key]) for key in shapes}
         if len(set(sizes.values())) > 1:
@@ -168,7 +206,8 @@ class DiffusionBasePolicy(ModuleAttrMixin):
 
         noise = torch.randn(trajectory.shape, device=trajectory.device)
         timesteps = torch.randint(
-            0, self.noise_scheduler.config.num_train_timesteps, (len(trajectory),), device=trajectory.device)
+            0, self.noise_scheduler.config.num_train_timesteps, (len(trajectory),), device=trajectory.device
+        )
         noisy = self.noise_scheduler.add_noise(trajectory, noise, timesteps)
         noisy = torch.where(mask, trajectory, noisy)
         output = self.model(noisy, timesteps, **self.condition(features))
@@ -176,6 +215,8 @@ class DiffusionBasePolicy(ModuleAttrMixin):
         targets = {"epsilon": noise, "sample": trajectory}
         prediction_type = self.noise_scheduler.config.prediction_type
         if prediction_type not in targets:
-            raise ConfigError(f"prediction_type = {prediction_type!r} is not supported: use one of {', '.join(targets)}.")
+            raise ConfigError(
+                f"prediction_type = {prediction_type!r} is not supported: use one of {', '.join(targets)}."
+            )
         error = F.mse_loss(output, targets[prediction_type], reduction="none")
         return error.masked_fill(mask, 0).mean()

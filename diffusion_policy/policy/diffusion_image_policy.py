@@ -1,4 +1,5 @@
 """A diffusion policy on images and numbers, whatever its network."""
+
 from collections.abc import Mapping
 
 import torch
@@ -16,12 +17,35 @@ class DiffusionImagePolicy(DiffusionBasePolicy, BaseImagePolicy):
     encoder gets no gradient: it stays as it was made, unless its weights come from elsewhere.
     """
 
-    def __init__(self, shape_meta: Mapping, obs_encoder: nn.Module, model: nn.Module, noise_scheduler, horizon: int,
-                 n_action_steps: int, n_obs_steps: int, num_inference_steps: int | None, inpainting: bool,
-                 pred_action_steps_only: bool = False, **kwargs):
+    def __init__(
+        self,
+        shape_meta: Mapping,
+        obs_encoder: nn.Module,
+        model: nn.Module,
+        noise_scheduler,
+        horizon: int,
+        n_action_steps: int,
+        n_obs_steps: int,
+        num_inference_steps: int | None,
+        inpainting: bool,
+        pred_action_steps_only: bool = False,
+        **kwargs,
+    ):
         super().__init__(
-            model, noise_scheduler, horizon, obs_encoder.output_shape()[0], action_width(shape_meta), n_action_steps, n_obs_steps,
-            num_inference_steps, inpainting, pred_action_steps_only, action_start=n_obs_steps - 1, obs_encoder=obs_encoder, **kwargs)
+            model,
+            noise_scheduler,
+            horizon,
+            obs_encoder.output_shape()[0],
+            action_width(shape_meta),
+            n_action_steps,
+            n_obs_steps,
+            num_inference_steps,
+            inpainting,
+            pred_action_steps_only,
+            action_start=n_obs_steps - 1,
+            obs_encoder=obs_encoder,
+            **kwargs,
+        )
         self.obs_feature_dim = self.obs_dim
         self.shapes = {key: tuple(entry["shape"]) for key, entry in shape_meta["obs"].items()}
         self.rgb_keys = {key for key, entry in shape_meta["obs"].items() if entry.get("type") == "rgb"}
@@ -34,8 +58,10 @@ class DiffusionImagePolicy(DiffusionBasePolicy, BaseImagePolicy):
         for key in self.shapes:
             value = obs[key][:, :n_step]
             if value.shape[1] < n_step:
-                raise ConfigError(f"'{key}' is observed for {value.shape[1]} steps, but {n_step} are needed: in-painting needs the observations of "
-                                  "the whole horizon (task.dataset.n_obs_steps=null).")
+                raise ConfigError(
+                    f"'{key}' is observed for {value.shape[1]} steps, but {n_step} are needed: in-painting needs the observations of "
+                    "the whole horizon (task.dataset.n_obs_steps=null)."
+                )
             if key in self.rgb_keys and value.dtype == torch.uint8:
                 value = value.float().div_(255)
             frames[key] = self.normalizer[key].normalize(value).flatten(0, 1)

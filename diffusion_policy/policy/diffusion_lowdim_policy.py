@@ -1,4 +1,5 @@
 """A diffusion policy on low-dimensional observations, whatever its network."""
+
 import torch
 
 from diffusion_policy.policy.base_lowdim_policy import BaseLowdimPolicy
@@ -20,5 +21,5 @@ class DiffusionLowdimPolicy(DiffusionBasePolicy, BaseLowdimPolicy):
     def predicted_obs(self, sample: torch.Tensor) -> dict[str, torch.Tensor]:
         if not self.inpainting:
             return {}
-        obs_pred = self.normalizer["obs"].unnormalize(sample[..., self.action_dim:])
+        obs_pred = self.normalizer["obs"].unnormalize(sample[..., self.action_dim :])
         return {"action_obs_pred": obs_pred[:, self.executed], "obs_pred": obs_pred}

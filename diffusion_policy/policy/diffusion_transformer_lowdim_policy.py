@@ -1,4 +1,5 @@
 """Diffusion policy on low-dimensional observations with a transformer."""
+
 import torch
 
 from diffusion_policy.common.errors import ConfigError
@@ -9,19 +10,45 @@ from diffusion_policy.policy.diffusion_lowdim_policy import DiffusionLowdimPolic
 class DiffusionTransformerLowdimPolicy(DiffusionLowdimPolicy):
     """Observations are condition tokens (`obs_as_cond`) or in-painted; the first executed action belongs to the last of them."""
 
-    def __init__(self, model: TransformerForDiffusion, noise_scheduler, horizon: int, obs_dim: int, action_dim: int,
-                 n_action_steps: int, n_obs_steps: int, num_inference_steps: int | None = None, obs_as_cond: bool = False,
-                 pred_action_steps_only: bool = False, **kwargs):
+    def __init__(
+        self,
+        model: TransformerForDiffusion,
+        noise_scheduler,
+        horizon: int,
+        obs_dim: int,
+        action_dim: int,
+        n_action_steps: int,
+        n_obs_steps: int,
+        num_inference_steps: int | None = None,
+        obs_as_cond: bool = False,
+        pred_action_steps_only: bool = False,
+        **kwargs,
+    ):
         if pred_action_steps_only and not obs_as_cond:
             raise ConfigError("pred_action_steps_only=True needs obs_as_cond=True.")
         super().__init__(
-            model, noise_scheduler, horizon, obs_dim, action_dim, n_action_steps, n_obs_steps, num_inference_steps,
-            inpainting=not obs_as_cond, pred_action_steps_only=pred_action_steps_only, action_start=n_obs_steps - 1, **kwargs)
+            model,
+            noise_scheduler,
+            horizon,
+            obs_dim,
+            action_dim,
+            n_action_steps,
+            n_obs_steps,
+            num_inference_steps,
+            inpainting=not obs_as_cond,
+            pred_action_steps_only=pred_action_steps_only,
+            action_start=n_obs_steps - 1,
+            **kwargs,
+        )
         self.obs_as_cond = obs_as_cond
 
     def condition(self, nobs: torch.Tensor) -> dict[str, torch.Tensor]:
         """nobs: (B, To, Do) -> cond: the same, as tokens."""
         return {"cond": nobs} if self.obs_as_cond else {}
 
-    def get_optimizer(self, weight_decay: float, learning_rate: float, betas: tuple[float, float]) -> torch.optim.Optimizer:
-        return self.model.configure_optimizers(learning_rate=learning_rate, weight_decay=weight_decay, betas=tuple(betas))
+    def get_optimizer(
+        self, weight_decay: float, learning_rate: float, betas: tuple[float, float]
+    ) -> torch.optim.Optimizer:
+        return self.model.configure_optimizers(
+            learning_rate=learning_rate, weight_decay=weight_decay, betas=tuple(betas)
+        )

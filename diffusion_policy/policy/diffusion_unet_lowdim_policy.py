@@ -1,4 +1,5 @@
 """Diffusion policy on low-dimensional observations with a UNet."""
+
 import torch
 from torch.nn import functional as F
 
@@ -13,18 +14,40 @@ class DiffusionUnetLowdimPolicy(DiffusionLowdimPolicy):
     With `oa_step_convention` the first executed action belongs to the last observation; without, it is the one after.
     """
 
-    def __init__(self, model: ConditionalUnet1D, noise_scheduler, horizon: int, obs_dim: int, action_dim: int,
-                 n_action_steps: int, n_obs_steps: int, num_inference_steps: int | None = None, obs_as_local_cond: bool = False,
-                 obs_as_global_cond: bool = False, pred_action_steps_only: bool = False, oa_step_convention: bool = False,
-                 **kwargs):
+    def __init__(
+        self,
+        model: ConditionalUnet1D,
+        noise_scheduler,
+        horizon: int,
+        obs_dim: int,
+        action_dim: int,
+        n_action_steps: int,
+        n_obs_steps: int,
+        num_inference_steps: int | None = None,
+        obs_as_local_cond: bool = False,
+        obs_as_global_cond: bool = False,
+        pred_action_steps_only: bool = False,
+        oa_step_convention: bool = False,
+        **kwargs,
+    ):
         if obs_as_local_cond and obs_as_global_cond:
             raise ConfigError("obs_as_local_cond and obs_as_global_cond exclude each other: set one of them to False.")
         if pred_action_steps_only and not obs_as_global_cond:
             raise ConfigError("pred_action_steps_only=True needs obs_as_global_cond=True.")
         super().__init__(
-            model, noise_scheduler, horizon, obs_dim, action_dim, n_action_steps, n_obs_steps, num_inference_steps,
-            inpainting=not (obs_as_local_cond or obs_as_global_cond), pred_action_steps_only=pred_action_steps_only,
-            action_start=n_obs_steps - 1 if oa_step_convention else n_obs_steps, **kwargs)
+            model,
+            noise_scheduler,
+            horizon,
+            obs_dim,
+            action_dim,
+            n_action_steps,
+            n_obs_steps,
+            num_inference_steps,
+            inpainting=not (obs_as_local_cond or obs_as_global_cond),
+            pred_action_steps_only=pred_action_steps_only,
+            action_start=n_obs_steps - 1 if oa_step_convention else n_obs_steps,
+            **kwargs,
+        )
         self.obs_as_local_cond = obs_as_local_cond
         self.obs_as_global_cond = obs_as_global_cond
         self.oa_step_convention = oa_step_convention

@@ -1,4 +1,5 @@
 """H.264 video files, written frame by frame through ffmpeg."""
+
 import math
 
 import imageio_ffmpeg
@@ -22,8 +23,9 @@ class VideoRecorder:
         self._reset_state()
 
     @classmethod
-    def create_h264(cls, fps, codec="h264", input_pix_fmt="rgb24", output_pix_fmt="yuv420p", crf=18,
-                    profile="high", **kwargs):
+    def create_h264(
+        cls, fps, codec="h264", input_pix_fmt="rgb24", output_pix_fmt="yuv420p", crf=18, profile="high", **kwargs
+    ):
         codec = "libx264" if codec == "h264" else codec
         return cls(fps, codec, input_pix_fmt, output_pix_fmt, crf=crf, profile=profile, **kwargs)
 
@@ -66,12 +68,23 @@ class VideoRecorder:
 
     def _open(self, img):
         self.shape = img.shape
-        output_params = [str(part) for key, value in self.options.items()
-                         for part in ("-profile:v" if key == "profile" else f"-{key}", value)]
+        output_params = [
+            str(part)
+            for key, value in self.options.items()
+            for part in ("-profile:v" if key == "profile" else f"-{key}", value)
+        ]
         self._writer = imageio_ffmpeg.write_frames(
-            self.file_path, (img.shape[1], img.shape[0]), fps=self.fps, codec=self.codec,
-            pix_fmt_in=self.input_pix_fmt, pix_fmt_out=self.output_pix_fmt, quality=None,
-            macro_block_size=2, ffmpeg_log_level="error", output_params=output_params)
+            self.file_path,
+            (img.shape[1], img.shape[0]),
+            fps=self.fps,
+            codec=self.codec,
+            pix_fmt_in=self.input_pix_fmt,
+            pix_fmt_out=self.output_pix_fmt,
+            quality=None,
+            macro_block_size=2,
+            ffmpeg_log_level="error",
+            output_params=output_params,
+        )
         self._writer.send(None)
 
     def stop(self):

@@ -5,6 +5,7 @@
 The result is a replay buffer like the public human one (data/state, data/keypoint, data/action; meta/episode_ends) whose
 attributes say that it holds policy rollouts, of which policies, from which seeds, and how many attempts failed.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -28,7 +29,7 @@ from diffusion_policy.env.pusht.pusht_env import WINDOW
 from diffusion_policy.env.pusht.pusht_keypoints_env import PushTKeypointsEnv
 from diffusion_policy.scripts.eval import load_policy
 
-FIRST_SEED = 200000     # apart from the demonstrators' (0..205) and from the held-out ones (100000 on)
+FIRST_SEED = 200000  # apart from the demonstrators' (0..205) and from the held-out ones (100000 on)
 
 
 class Episode:
@@ -62,19 +63,30 @@ class Episode:
 
 
 @torch.no_grad()
-def collect(policies: list[torch.nn.Module], n_episodes: int, first_seed: int, max_steps: int, device: torch.device, parallel: int = 50) -> tuple[list[Episode], int]:
+def collect(
+    policies: list[torch.nn.Module],
+    n_episodes: int,
+    first_seed: int,
+    max_steps: int,
+    device: torch.device,
+    parallel: int = 50,
+) -> tuple[list[Episode], int]:
     """The first n_episodes successful episodes in the order of their seeds, and the number of attempts; policies take turns."""
     successes: list[Episode] = []
     attempts = 0
     with tqdm(total=n_episodes, desc="demonstrations", unit="episode", disable=None) as bar:
         while len(successes) < n_episodes:
-            episodes = [Episode(first_seed + attempts + i, policies[(attempts + i) % len(policies)]) for i in range(parallel)]
+            episodes = [
+                Episode(first_seed + attempts + i, policies[(attempts + i) % len(policies)]) for i in range(parallel)
+            ]
             while any(not episode.done for episode in episodes):
                 for policy in policies:
                     active = [episode for episode in episodes if episode.policy is policy and not episode.done]
                     if not active:
                         continue
-                    obs = torch.from_numpy(np.stack([np.stack(episode.history) for episode in active])).float().to(device)
+                    obs = (
+                        torch.from_numpy(np.stack([np.stack(episode.history) for episode in active])).float().to(device)
+                    )
                     for episode, actions in zip(active, policy.predict_action({"obs": obs})["action"].cpu().numpy()):
                         episode.act(actions, max_steps)
             attempts += parallel
@@ -87,12 +99,26 @@ def collect(policies: list[torch.nn.Module], n_episodes: int, first_seed: int, m
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Make PushT demonstrations from policies.")
-    parser.add_argument("-c", "--checkpoint", action="append", required=True, help="a checkpoint of a PushT policy; give several for variety")
+    parser.add_argument(
+        "-c",
+        "--checkpoint",
+        action="append",
+        required=True,
+        help="a checkpoint of a PushT policy; give several for variety",
+    )
     parser.add_argument("-o", "--output", required=True, help="the zarr folder to write")
     parser.add_argument("-n", "--episodes", type=int, default=200, help="successful episodes to keep (default 200)")
-    parser.add_argument("--first_seed", type=int, default=FIRST_SEED, help=f"seed of the first attempt (default {FIRST_SEED})")
-    parser.add_argument("--max_steps", type=int, default=300, help="an attempt that has not succeeded by then has failed (default 300)")
-    parser.add_argument("--trained_on", default="the public human PushT demonstrations", help="what the policies learned from, for the attributes")
+    parser.add_argument(
+        "--first_seed", type=int, default=FIRST_SEED, help=f"seed of the first attempt (default {FIRST_SEED})"
+    )
+    parser.add_argument(
+        "--max_steps", type=int, default=300, help="an attempt that has not succeeded by then has failed (default 300)"
+    )
+    parser.add_argument(
+        "--trained_on",
+        default="the public human PushT demonstrations",
+        help="what the policies learned from, for the attributes",
+    )
     parser.add_argument("-d", "--device", default="auto")
     options = parser.parse_args(arguments)
     try:
@@ -112,20 +138,35 @@ def write(options: argparse.Namespace) -> None:
         cfg = OmegaConf.create(payload["cfg"])
         policy = load_policy(cfg, payload).to(device).eval()
         if policy.obs_dim not in (5, 20):
-            raise ConfigError(f"{path} observes {policy.obs_dim} numbers; PushT's state has 5, its keypoints and agent 20")
+            raise ConfigError(
+                f"{path} observes {policy.obs_dim} numbers; PushT's state has 5, its keypoints and agent 20"
+            )
         policies.append(policy)
-        descriptions.append({"config": cfg.name, "policy": cfg.policy._target_, "seed": cfg.training.seed, "steps": payload["attributes"]["global_step"]})
+        descriptions.append(
+            {
+                "config": cfg.name,
+                "policy": cfg.policy._target_,
+                "seed": cfg.training.seed,
+                "steps": payload["attributes"]["global_step"],
+            }
+        )
     seed_everything(0)
     episodes, attempts = collect(policies, options.episodes, options.first_seed, options.max_steps, device)
     buffer = ReplayBuffer.create_empty_numpy()
     for episode in episodes:
         buffer.add_episode({key: np.stack(values) for key, values in episode.record.items()})
     buffer.save_to_path(str(output), chunks={key: buffer[key].shape for key in buffer.keys()}, compressors="disk")
-    zarr.open_group(str(output), mode="r+").attrs.update({
-        "description": "Successful PushT episodes of trained policies (rollouts), not human demonstrations.",
-        "policies": descriptions, "policies_trained_on": options.trained_on, "episode_seeds": [episode.seed for episode in episodes],
-        "attempts": attempts, "max_steps": options.max_steps, "versions": checkpoint_io.versions(),
-    })
+    zarr.open_group(str(output), mode="r+").attrs.update(
+        {
+            "description": "Successful PushT episodes of trained policies (rollouts), not human demonstrations.",
+            "policies": descriptions,
+            "policies_trained_on": options.trained_on,
+            "episode_seeds": [episode.seed for episode in episodes],
+            "attempts": attempts,
+            "max_steps": options.max_steps,
+            "versions": checkpoint_io.versions(),
+        }
+    )
     print(f"{len(episodes)} successful episodes of {attempts} attempts, {buffer.n_steps} steps, in {output}")
 
 

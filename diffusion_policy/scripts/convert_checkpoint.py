@@ -7,6 +7,7 @@
 
 eval.py opens either.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -19,15 +20,27 @@ from diffusion_policy.common.errors import CheckpointError, ConfigError, UserErr
 
 
 def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(prog="convert_checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    out = argparse.ArgumentParser(
+        prog="convert_checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     out.add_argument("checkpoint", type=pathlib.Path, help="the file to convert")
-    out.add_argument("output", type=pathlib.Path, help="a name ending in .ckpt for a checkpoint, any other for a folder of exported weights")
-    out.add_argument("--trust-checkpoint", action="store_true", help="open a pickled (upstream) checkpoint, which runs code from the file")
+    out.add_argument(
+        "output",
+        type=pathlib.Path,
+        help="a name ending in .ckpt for a checkpoint, any other for a folder of exported weights",
+    )
+    out.add_argument(
+        "--trust-checkpoint",
+        action="store_true",
+        help="open a pickled (upstream) checkpoint, which runs code from the file",
+    )
     out.add_argument("--overwrite", action="store_true", help="replace what is at the output")
     return out
 
 
-def convert(checkpoint: pathlib.Path, output: pathlib.Path, trust: bool = False, overwrite: bool = False) -> pathlib.Path:
+def convert(
+    checkpoint: pathlib.Path, output: pathlib.Path, trust: bool = False, overwrite: bool = False
+) -> pathlib.Path:
     """Write `checkpoint` as the safe file or folder `output`; returns that."""
     if output.exists() and not overwrite:
         raise ConfigError(f"{output} is already there: choose another name, or pass --overwrite")
@@ -35,13 +48,19 @@ def convert(checkpoint: pathlib.Path, output: pathlib.Path, trust: bool = False,
     if output.suffix != ".ckpt":
         return weights_io.write(payload, output)
     safe = {name: payload[name] for name in ("cfg", "state_dicts")}
-    safe["attributes"] = {name: value for name, value in payload.get("attributes", {}).items() if isinstance(value, (int, float, str, list, type(None)))}
+    safe["attributes"] = {
+        name: value
+        for name, value in payload.get("attributes", {}).items()
+        if isinstance(value, (int, float, str, list, type(None)))
+    }
     checkpoint_io.save(safe, output)
     try:
         checkpoint_io.load(output, check_config=False)
-    except CheckpointError as error:        # something in it is no plain data
+    except CheckpointError as error:  # something in it is no plain data
         output.unlink()
-        raise CheckpointError(f"{checkpoint} holds objects in its states that a safe file cannot; export its weights alone, into a folder") from error
+        raise CheckpointError(
+            f"{checkpoint} holds objects in its states that a safe file cannot; export its weights alone, into a folder"
+        ) from error
     return output
 
 

@@ -6,6 +6,7 @@
 An archive is fetched into `<output>/<name>.zip.part`, where a later call resumes, unpacked beside its final place, checked, and
 only then moved there. A file of robomimic's goes to `<output>/robomimic/datasets/<task>/<kind>/<obs>.hdf5` in the same way.
 """
+
 import argparse
 import hashlib
 import http.client
@@ -35,6 +36,7 @@ BLOCK_BYTES = 1 << 20
 @dataclass(frozen=True)
 class Source:
     """A published archive, and what is known of its content."""
+
     url: str
     sha256: str | None  # of the archive; None where nobody has published it
     zarr: str  # the replay buffer's path in the archive
@@ -46,13 +48,22 @@ class Source:
 
 SOURCES = {
     "pusht": Source(
-        url=DATA_URL, sha256=None, zarr="pusht/pusht_cchi_v7_replay.zarr", episodes=206, steps=25650,
+        url=DATA_URL,
+        sha256=None,
+        zarr="pusht/pusht_cchi_v7_replay.zarr",
+        episodes=206,
+        steps=25650,
         keys=("action", "state", "keypoint"),
-        content_sha256="659cf896bbeaa9ae5d3e565da48eebb4e81292d5230baf967318b605b076196c"),
+        content_sha256="659cf896bbeaa9ae5d3e565da48eebb4e81292d5230baf967318b605b076196c",
+    ),
 }
 
 
-TASKS, KINDS, OBS = ("lift", "can", "square", "transport", "tool_hang"), ("ph", "mh"), ("low_dim", "low_dim_abs", "image", "image_abs")
+TASKS, KINDS, OBS = (
+    ("lift", "can", "square", "transport", "tool_hang"),
+    ("ph", "mh"),
+    ("low_dim", "low_dim_abs", "image", "image_abs"),
+)
 HUB = "https://huggingface.co/datasets"
 
 
@@ -63,16 +74,28 @@ def main(argv=None) -> int:
     common.add_argument("--sha256", help="refuse a file with another checksum")
     common.add_argument("--force", action="store_true", help="replace the dataset if it is already there")
     parser = argparse.ArgumentParser(description="Download a public dataset.")
-    datasets = parser.add_subparsers(dest="dataset", required=True, metavar=f"{{{','.join([*sorted(SOURCES), 'robomimic'])}}}")
+    datasets = parser.add_subparsers(
+        dest="dataset", required=True, metavar=f"{{{','.join([*sorted(SOURCES), 'robomimic'])}}}"
+    )
     for name in sorted(SOURCES):
         datasets.add_parser(name, parents=[common])
     robomimic = datasets.add_parser("robomimic", parents=[common])
     robomimic.add_argument("--task", required=True, choices=TASKS)
-    robomimic.add_argument("--kind", default="ph", choices=KINDS, help="demonstrations of one skilled person, or of six (default: ph)")
-    robomimic.add_argument("--obs", default="low_dim_abs", choices=OBS,
-                           help="without or with pictures; abs: actions are poses, as config/task/ has them (default: low_dim_abs)")
-    robomimic.add_argument("--source", default="mip", choices=("mip", "robomimic"),
-                           help="who publishes it: MIP, all of them, or robomimic, only low_dim (default: mip)")
+    robomimic.add_argument(
+        "--kind", default="ph", choices=KINDS, help="demonstrations of one skilled person, or of six (default: ph)"
+    )
+    robomimic.add_argument(
+        "--obs",
+        default="low_dim_abs",
+        choices=OBS,
+        help="without or with pictures; abs: actions are poses, as config/task/ has them (default: low_dim_abs)",
+    )
+    robomimic.add_argument(
+        "--source",
+        default="mip",
+        choices=("mip", "robomimic"),
+        help="who publishes it: MIP, all of them, or robomimic, only low_dim (default: mip)",
+    )
     args = parser.parse_args(argv)
     if args.dataset == "robomimic":
         if (args.task, args.kind) == ("tool_hang", "mh"):
@@ -92,10 +115,14 @@ def main(argv=None) -> int:
             source = SOURCES[args.dataset]
             install(source, url, args.output, args.dataset, args.sha256 or source.sha256, args.force)
     except urllib.error.HTTPError as error:
-        return _fail(f"{url} answers {error.code} {error.reason}. Is the address right? Another one can be given with --url.")
+        return _fail(
+            f"{url} answers {error.code} {error.reason}. Is the address right? Another one can be given with --url."
+        )
     except (urllib.error.URLError, TimeoutError, ConnectionError, http.client.HTTPException) as error:
-        return _fail(f"{url} cannot be reached ({getattr(error, 'reason', error)}). Is there a network? What has arrived is kept: "
-                     f"the same command resumes. Or fetch the file in another way and {other_way}.")
+        return _fail(
+            f"{url} cannot be reached ({getattr(error, 'reason', error)}). Is there a network? What has arrived is kept: "
+            f"the same command resumes. Or fetch the file in another way and {other_way}."
+        )
     except (UserError, OSError) as error:
         return _fail(str(error))
     return 0
@@ -112,9 +139,13 @@ def install_file(url: str, target: Path, sha256: str | None, force: bool):
     record = target.with_name(f"{target.name}.sha256")
     if target.exists() and not force:
         if not record.exists():
-            print(f"{target} is already there, {contents(target)}. Its checksum is not known; --force fetches it again.")
+            print(
+                f"{target} is already there, {contents(target)}. Its checksum is not known; --force fetches it again."
+            )
         elif sum_of(target) != record.read_text().split()[0]:
-            raise DataError(f"{target} has another checksum than when it was fetched, it is damaged or was changed. --force fetches it again.")
+            raise DataError(
+                f"{target} has another checksum than when it was fetched, it is damaged or was changed. --force fetches it again."
+            )
         else:
             print(f"{target} is already there and complete, {contents(target)}; --force fetches it again.")
         return
@@ -173,6 +204,7 @@ def install(source: Source, url: str, output: Path, name: str, sha256: str | Non
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
     """Notes the sha256 of the file that Hugging Face names when it sends a client on to where the file is."""
+
     sha256 = None
 
     def redirect_request(self, req, fp, code, msg, headers, newurl):
@@ -199,9 +231,13 @@ def fetch(url: str, part: Path) -> str | None:
         total = None if length is None else done + int(length)
         free = shutil.disk_usage(part.parent).free
         if total is not None and total - done > free:
-            raise OSError(f"The download needs {(total - done) / 1e9:.1f} GB in {part.parent}, where {free / 1e9:.1f} GB are free.")
-        with open(part, "ab" if done else "wb") as file, tqdm(
-                total=total, initial=done, unit="B", unit_scale=True, desc=part.name, disable=None) as progress:
+            raise OSError(
+                f"The download needs {(total - done) / 1e9:.1f} GB in {part.parent}, where {free / 1e9:.1f} GB are free."
+            )
+        with (
+            open(part, "ab" if done else "wb") as file,
+            tqdm(total=total, initial=done, unit="B", unit_scale=True, desc=part.name, disable=None) as progress,
+        ):
             while block := response.read(BLOCK_BYTES):
                 file.write(block)
                 progress.update(len(block))
@@ -232,10 +268,14 @@ def unzip(archive: Path, folder: Path):
             for info in file.infolist():
                 inside = (folder / info.filename).resolve().is_relative_to(folder.resolve())
                 if not inside or stat.S_ISLNK(info.external_attr >> 16):
-                    raise DataError(f"The archive holds {info.filename!r}, which leads out of the folder. Nothing was installed.")
+                    raise DataError(
+                        f"The archive holds {info.filename!r}, which leads out of the folder. Nothing was installed."
+                    )
             needed, free = sum(info.file_size for info in file.infolist()), shutil.disk_usage(archive.parent).free
             if needed > free:
-                raise OSError(f"Unpacking needs {needed / 1e9:.1f} GB in {archive.parent}, where {free / 1e9:.1f} GB are free.")
+                raise OSError(
+                    f"Unpacking needs {needed / 1e9:.1f} GB in {archive.parent}, where {free / 1e9:.1f} GB are free."
+                )
             file.extractall(folder)
     except (zipfile.BadZipFile, EOFError) as error:
         raise DataError(f"The archive is damaged ({error}). It was removed; run the command again.") from error
@@ -247,8 +287,10 @@ def verify(path: Path, source: Source):
         raise DataError(f"{path} is missing: this is not the expected dataset.")
     buffer = ReplayBuffer.copy_from_path(path, keys=source.keys)
     if (buffer.n_episodes, buffer.n_steps) != (source.episodes, source.steps):
-        raise DataError(f"{path} holds {buffer.n_episodes} episodes and {buffer.n_steps} steps, "
-                        f"expected {source.episodes} and {source.steps}.")
+        raise DataError(
+            f"{path} holds {buffer.n_episodes} episodes and {buffer.n_steps} steps, "
+            f"expected {source.episodes} and {source.steps}."
+        )
     if content_sha256(buffer, source.keys) != source.content_sha256:
         raise DataError(f"{path} has the right size but other numbers than the published dataset.")
 

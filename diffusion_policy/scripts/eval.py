@@ -2,6 +2,7 @@
 
 Writes eval_log.json (upstream's keys, and ours beside them) and videos of the first episodes into an output folder.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -11,7 +12,8 @@ import pathlib
 import shutil
 import sys
 import time
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,15 +32,31 @@ SEED_SETS = {"mip": 0, "heldout": 100000}
 
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(prog="eval.py", description="Evaluate a checkpoint in its task's environment.")
-    out.add_argument("-c", "--checkpoint", required=True, help="a .ckpt file of a training run, or a folder of exported weights")
-    out.add_argument("-o", "--output_dir", help="where eval_log.json and videos go (default: eval_<checkpoint name> beside checkpoints/, or in the folder)")
+    out.add_argument(
+        "-c", "--checkpoint", required=True, help="a .ckpt file of a training run, or a folder of exported weights"
+    )
+    out.add_argument(
+        "-o",
+        "--output_dir",
+        help="where eval_log.json and videos go (default: eval_<checkpoint name> beside checkpoints/, or in the folder)",
+    )
     out.add_argument("-d", "--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
     out.add_argument("-n", "--n_episodes", type=int, help="number of test episodes (default: the task's n_test)")
-    out.add_argument("--seeds", choices=sorted(SEED_SETS), help="set of starting seeds (default: the task's test_start_seed)")
-    out.add_argument("--nfe", type=int, help="network calls per action chunk, for policies that can trade them (IDP: 1 or 2)")
-    out.add_argument("--overwrite", action="store_true", help="replace an output folder that already holds an evaluation")
-    out.add_argument("--trust-checkpoint", action="store_true", help="open a pickled (upstream) checkpoint, or one that names "
-                     "classes of other packages: both run code that the file chooses")
+    out.add_argument(
+        "--seeds", choices=sorted(SEED_SETS), help="set of starting seeds (default: the task's test_start_seed)"
+    )
+    out.add_argument(
+        "--nfe", type=int, help="network calls per action chunk, for policies that can trade them (IDP: 1 or 2)"
+    )
+    out.add_argument(
+        "--overwrite", action="store_true", help="replace an output folder that already holds an evaluation"
+    )
+    out.add_argument(
+        "--trust-checkpoint",
+        action="store_true",
+        help="open a pickled (upstream) checkpoint, or one that names "
+        "classes of other packages: both run code that the file chooses",
+    )
     return out
 
 
@@ -75,18 +93,30 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     with counting(policy) as counter:
         scores = runner.run(policy)
     log = dict(scores) | report(runner, policy, counter, device)
-    log |= {"checkpoint": str(checkpoint), "global_step": payload.get("attributes", {}).get("global_step"), "name": cfg.get("name"),
-            "seeds": options.seeds or "task", "versions": checkpoint_io.versions(), "torch_threads": torch.get_num_threads()}
+    log |= {
+        "checkpoint": str(checkpoint),
+        "global_step": payload.get("attributes", {}).get("global_step"),
+        "name": cfg.get("name"),
+        "seeds": options.seeds or "task",
+        "versions": checkpoint_io.versions(),
+        "torch_threads": torch.get_num_threads(),
+    }
     text = json.dumps(log, indent=2, sort_keys=True)
     checkpoint_io.write_atomically(output / "eval_log.json", lambda file: file.write(text.encode()))
     if log["lost"]:
-        raise EvaluationError(f"{len(log['lost'])} of {len(log['lost']) + log['n_episodes']} episodes could not be played (seeds "
-                              f"{', '.join(str(episode['seed']) for episode in log['lost'])}), so there is no mean score; the reasons, and the episodes "
-                              f"that were played, are in {output / 'eval_log.json'}")
+        raise EvaluationError(
+            f"{len(log['lost'])} of {len(log['lost']) + log['n_episodes']} episodes could not be played (seeds "
+            f"{', '.join(str(episode['seed']) for episode in log['lost'])}), so there is no mean score; the reasons, and the episodes "
+            f"that were played, are in {output / 'eval_log.json'}"
+        )
     low, high = log["interval_95"]
     latency = log["latency_ms"]
-    print(f"mean score {log['test/mean_score']:.3f}  (95 % interval {low:.3f} to {high:.3f}, {log['n_episodes']} episodes, best {log['best_score']:.3f})")
-    print(f"inference  p50 {latency['p50']:.2f} ms, p90 {latency['p90']:.2f} ms, p99 {latency['p99']:.2f} ms at batch 1; {log['nfe']:g} network call(s)")
+    print(
+        f"mean score {log['test/mean_score']:.3f}  (95 % interval {low:.3f} to {high:.3f}, {log['n_episodes']} episodes, best {log['best_score']:.3f})"
+    )
+    print(
+        f"inference  p50 {latency['p50']:.2f} ms, p90 {latency['p90']:.2f} ms, p99 {latency['p99']:.2f} ms at batch 1; {log['nfe']:g} network call(s)"
+    )
     print(f"written to {output / 'eval_log.json'}")
     return log
 
@@ -118,7 +148,9 @@ def set_nfe(policy: torch.nn.Module, nfe: int) -> None:
 def make_runner(cfg: DictConfig, options: argparse.Namespace, output: pathlib.Path) -> Any:
     """The task's runner on test episodes only."""
     if cfg.task.env_runner is None:
-        raise ConfigError("this policy was trained without a simulator (task.env_runner=null), so there is nothing to evaluate it in")
+        raise ConfigError(
+            "this policy was trained without a simulator (task.env_runner=null), so there is nothing to evaluate it in"
+        )
     changes: dict[str, Any] = {"n_train": 0, "n_train_vis": 0}
     if options.n_episodes is not None:
         changes["n_test"] = options.n_episodes
@@ -155,7 +187,7 @@ def report(runner: Any, policy: torch.nn.Module, counter: dict[str, Any], device
     episodes = [episode for episode in runner.episodes if episode["split"] == "test"]
     lost = list(getattr(runner, "lost", ()))
     out = {"episodes": episodes, "n_episodes": len(episodes), "lost": lost, "device": str(device)}
-    if not lost:    # statistics of fewer episodes than were asked for would be other numbers
+    if not lost:  # statistics of fewer episodes than were asked for would be other numbers
         scores = np.array([episode["max_reward"] for episode in episodes])
         out |= {"best_score": float(scores.max()), "interval_95": mean_interval(scores)}
     if counter["chunks"]:
@@ -164,8 +196,11 @@ def report(runner: Any, policy: torch.nn.Module, counter: dict[str, Any], device
 
 
 @torch.no_grad()
-def latency(policy: torch.nn.Module, obs: dict[str, torch.Tensor], device: torch.device, calls: int = 100, seconds: float = 20.0) -> dict[str, float]:
+def latency(
+    policy: torch.nn.Module, obs: dict[str, torch.Tensor], device: torch.device, calls: int = 100, seconds: float = 20.0
+) -> dict[str, float]:
     """Percentiles of predict_action at batch 1, end to end, after a warm-up; fewer calls if they are slow."""
+
     def wait() -> None:
         if device.type in ("cuda", "mps"):
             getattr(torch, device.type).synchronize()

@@ -7,6 +7,7 @@ MetaWorld brings scripted experts along; Adroit's are policies of DAPG, as an .n
 how many were tried is in the attributes of the result, a replay buffer (zarr) with point_cloud (points, 6: position and colour), state,
 action, img and depth. Started again after an interruption it goes on where it was. Train with `task=metaworld task.name=assembly`.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -29,9 +30,9 @@ from diffusion_policy.env.adroit import adroit
 from diffusion_policy.env.metaworld import metaworld_wrapper as metaworld
 from diffusion_policy.env.point_cloud_env import known_task
 
-POINTS = {"metaworld": 1024, "adroit": 512}     # DP3's
-MIN_SUCCESS_STEPS = 5       # of a demonstration of MetaWorld: it is solved, not only passed by
-HOPELESS = 20               # attempts after which an expert that fails three times in four is given up
+POINTS = {"metaworld": 1024, "adroit": 512}  # DP3's
+MIN_SUCCESS_STEPS = 5  # of a demonstration of MetaWorld: it is solved, not only passed by
+HOPELESS = 20  # attempts after which an expert that fails three times in four is given up
 
 
 def make_env(suite: str, task: str, num_points: int, expert: str | None):
@@ -43,18 +44,22 @@ def make_env(suite: str, task: str, num_points: int, expert: str | None):
     return env, adroit.DAPGExpert(expert, env)
 
 
-def record(env, expert, seed: int, max_steps: int, min_success_steps: int, stop_after: int | None = None) -> tuple[bool, dict[str, np.ndarray]]:
+def record(
+    env, expert, seed: int, max_steps: int, min_success_steps: int, stop_after: int | None = None
+) -> tuple[bool, dict[str, np.ndarray]]:
     """Play one episode -> whether it is worth keeping, {key: (T, ...)}; each observation with the action that was taken from it.
 
     stop_after: end it after so many steps in which it was solved, instead of after max_steps.
     """
     env.reset(seed=seed)
-    env.observing = False       # `frame` looks, with colours
+    env.observing = False  # `frame` looks, with colours
     steps, solved, over = [], 0, False
     while len(steps) < max_steps and not over and (stop_after is None or solved < stop_after):
         frame = env.frame()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")     # MetaWorld's experts ask for more than the simulator does, and say so each time
+            warnings.simplefilter(
+                "ignore"
+            )  # MetaWorld's experts ask for more than the simulator does, and say so each time
             action = np.asarray(expert.get_action(env.raw), dtype=np.float32)
         _, reward, over, _, _ = env.step(action)
         solved += reward > 0
@@ -62,39 +67,66 @@ def record(env, expert, seed: int, max_steps: int, min_success_steps: int, stop_
     return solved >= min_success_steps, {key: np.stack([step[key] for step in steps]) for key in steps[0]}
 
 
-def generate(suite: str, task: str, episodes: int, output, num_points: int | None = None, expert: str | None = None, seed: int = 0,
-             workers: int = 1, stop_after: int | None = None) -> float:
+def generate(
+    suite: str,
+    task: str,
+    episodes: int,
+    output,
+    num_points: int | None = None,
+    expert: str | None = None,
+    seed: int = 0,
+    workers: int = 1,
+    stop_after: int | None = None,
+) -> float:
     """Write `episodes` demonstrations to the zarr folder `output` -> the share of the expert's episodes that succeeded."""
     tasks = metaworld.TASKS if suite == "metaworld" else tuple(adroit.TASKS)
     known_task(task, tasks, "MetaWorld" if suite == "metaworld" else "Adroit")
     if suite == "adroit" and expert is None:
-        raise ConfigError("Adroit has no scripted expert: pass the weights of one with --expert (an .npz file, see DAPGExpert)")
+        raise ConfigError(
+            "Adroit has no scripted expert: pass the weights of one with --expert (an .npz file, see DAPGExpert)"
+        )
     output = pathlib.Path(output).expanduser()
     if output.exists():
         raise ConfigError(f"{output} exists already; remove it, or choose another --output")
     num_points = num_points or POINTS[suite]
-    max_steps, needed = (metaworld.MAX_STEPS, MIN_SUCCESS_STEPS) if suite == "metaworld" else (adroit.MAX_STEPS[task], 1)
+    max_steps, needed = (
+        (metaworld.MAX_STEPS, MIN_SUCCESS_STEPS) if suite == "metaworld" else (adroit.MAX_STEPS[task], 1)
+    )
     if stop_after is not None and stop_after < needed:
         raise ConfigError(f"--stop_after {stop_after}: a demonstration is solved in at least {needed} steps")
-    settings = {"suite": suite, "task": task, "num_points": num_points, "expert": expert and os.path.basename(expert), "stop_after": stop_after}
+    settings = {
+        "suite": suite,
+        "task": task,
+        "num_points": num_points,
+        "expert": expert and os.path.basename(expert),
+        "stop_after": stop_after,
+    }
     parts = _open_parts(output, settings)
     kept: list[int] = []
     tried = 0
     # Not fork: the libraries behind it have threads of their own. Each process has its own renderer.
-    pool = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("forkserver"), _start, (suite, task, num_points, expert))
+    pool = concurrent.futures.ProcessPoolExecutor(
+        workers, multiprocessing.get_context("forkserver"), _start, (suite, task, num_points, expert)
+    )
     with pool, tqdm(total=episodes, desc=f"{task}, expert", unit="demo", disable=None) as bar:
         pending: list[concurrent.futures.Future] = []
         try:
             while len(kept) < episodes:
-                while len(pending) < min(2 * workers, episodes - len(kept)):        # none that would not be needed if all succeed
-                    pending.append(pool.submit(_episode, seed + tried + len(pending), str(parts), max_steps, needed, stop_after))
+                while len(pending) < min(
+                    2 * workers, episodes - len(kept)
+                ):  # none that would not be needed if all succeed
+                    pending.append(
+                        pool.submit(_episode, seed + tried + len(pending), str(parts), max_steps, needed, stop_after)
+                    )
                 if pending.pop(0).result():
                     kept.append(seed + tried)
                     bar.update()
                 tried += 1
                 bar.set_postfix(success=f"{len(kept) / tried:.0%}")
                 if tried >= HOPELESS and 4 * len(kept) < tried:
-                    raise UserError(f"the expert for {task} succeeded in only {len(kept)} of {tried} episodes: is it one for this task?")
+                    raise UserError(
+                        f"the expert for {task} succeeded in only {len(kept)} of {tried} episodes: is it one for this task?"
+                    )
         finally:
             for job in pending:
                 job.cancel()
@@ -104,10 +136,20 @@ def generate(suite: str, task: str, episodes: int, output, num_points: int | Non
             buffer.add_episode(dict(part))
     buffer.save_to_path(str(output), compressors="disk")
     source = "scripted expert of MetaWorld" if suite == "metaworld" else f"DAPG policy {settings['expert']}"
-    zarr.open_group(str(output), mode="r+").attrs.update({
-        "description": f"{task} ({suite}), episodes of an expert that succeeded",
-        "expert": {"source": source, "attempts": tried, "successes": len(kept), "success_rate": len(kept) / tried, "episode_seeds": kept},
-        "settings": settings, "versions": versions()})
+    zarr.open_group(str(output), mode="r+").attrs.update(
+        {
+            "description": f"{task} ({suite}), episodes of an expert that succeeded",
+            "expert": {
+                "source": source,
+                "attempts": tried,
+                "successes": len(kept),
+                "success_rate": len(kept) / tried,
+                "episode_seeds": kept,
+            },
+            "settings": settings,
+            "versions": versions(),
+        }
+    )
     shutil.rmtree(parts)
     return len(kept) / tried
 
@@ -133,22 +175,36 @@ def _episode(seed, parts, max_steps, min_success_steps, stop_after) -> bool:
     done, failed = pathlib.Path(parts) / f"{seed}.npz", pathlib.Path(parts) / f"{seed}.failed"
     if done.exists() or failed.exists():
         return done.exists()
-    if "_env" not in globals():     # not in _start: an error there would only say that the pool is broken
+    if "_env" not in globals():  # not in _start: an error there would only say that the pool is broken
         _env = _make()
     success, steps = record(*_env, seed, max_steps, min_success_steps, stop_after)
-    write_atomically(done if success else failed, (lambda file: np.savez(file, **steps)) if success else (lambda file: None))
+    write_atomically(
+        done if success else failed, (lambda file: np.savez(file, **steps)) if success else (lambda file: None)
+    )
     return success
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", choices=sorted(POINTS))
-    parser.add_argument("--task", required=True, help=f"of MetaWorld: any of its 50, without '-v3'; of Adroit: {', '.join(adroit.TASKS)}")
+    parser.add_argument(
+        "--task",
+        required=True,
+        help=f"of MetaWorld: any of its 50, without '-v3'; of Adroit: {', '.join(adroit.TASKS)}",
+    )
     parser.add_argument("--episodes", type=int, default=10, help="demonstrations to keep (default 10)")
     parser.add_argument("--expert", help="weights of the expert, .npz (Adroit)")
-    parser.add_argument("--num_points", type=int, help=f"of a cloud (default: {', '.join(f'{suite} {n}' for suite, n in POINTS.items())})")
-    parser.add_argument("--stop_after", type=int, help="end an episode of MetaWorld after so many steps in which it was solved (default: after 200 steps, as "
-                        "DP3 does; what experts do once they have succeeded is often only trembling)")
+    parser.add_argument(
+        "--num_points",
+        type=int,
+        help=f"of a cloud (default: {', '.join(f'{suite} {n}' for suite, n in POINTS.items())})",
+    )
+    parser.add_argument(
+        "--stop_after",
+        type=int,
+        help="end an episode of MetaWorld after so many steps in which it was solved (default: after 200 steps, as "
+        "DP3 does; what experts do once they have succeeded is often only trembling)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the first episode; the others follow (default 0)")
     parser.add_argument("--output", help="the zarr folder to write (default: data/<suite>/<suite>_<task>_expert.zarr)")
     parser.add_argument("--num_workers", type=int, default=os.cpu_count(), help="processes (default: one per core)")
@@ -157,11 +213,22 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("--episodes, --num_workers and --num_points are at least 1")
     output = options.output or f"data/{options.suite}/{options.suite}_{options.task}_expert.zarr"
     try:
-        rate = generate(options.suite, options.task, options.episodes, output, options.num_points, options.expert, options.seed, options.num_workers,
-                        options.stop_after)
+        rate = generate(
+            options.suite,
+            options.task,
+            options.episodes,
+            output,
+            options.num_points,
+            options.expert,
+            options.seed,
+            options.num_workers,
+            options.stop_after,
+        )
     except UserError as error:
         parser.exit(1, f"error: {error}\n")
-    print(f"{options.episodes} demonstrations of {options.task} in {output}; the expert succeeded in {rate:.1%} of its episodes")
+    print(
+        f"{options.episodes} demonstrations of {options.task} in {output}; the expert succeeded in {rate:.1%} of its episodes"
+    )
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ Only successful episodes are kept; the expert's success rate is in the file (att
 data/robomimic/datasets/<task>/scripted/: low_dim.hdf5 or image.hdf5, and the same with absolute actions, *_abs.hdf5. Train on them with
 `task=lift_ph_lowdim task.dataset_type=scripted`. They are no substitute for the human demonstrations of robomimic: results on them must say so.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -28,10 +29,12 @@ CAMERAS = ("agentview", "robot0_eye_in_hand")
 LOWDIM = ("object", "robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos", "robot0_joint_pos", "robot0_joint_vel")
 SIZE = 84
 MAX_STEPS = 400
-AFTER = 5       # steps recorded after the success
+AFTER = 5  # steps recorded after the success
 
 
-def generate(task: str, episodes: int, folder, obs: str = "low_dim", seed: int = 0, workers: int = 1, verify: int | None = None) -> float:
+def generate(
+    task: str, episodes: int, folder, obs: str = "low_dim", seed: int = 0, workers: int = 1, verify: int | None = None
+) -> float:
     """Write <folder>/<obs>.hdf5 and <obs>_abs.hdf5 with `episodes` demonstrations -> the share of the expert's episodes that succeeded."""
     import h5py
 
@@ -39,10 +42,16 @@ def generate(task: str, episodes: int, folder, obs: str = "low_dim", seed: int =
     folder.mkdir(parents=True, exist_ok=True)
     path, partial = folder / f"{obs}.hdf5", folder / f"{obs}.part"
     # Not fork: the libraries behind it have threads of their own.
-    pool = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("forkserver"), _start, (task, obs == "image"))
+    pool = concurrent.futures.ProcessPoolExecutor(
+        workers, multiprocessing.get_context("forkserver"), _start, (task, obs == "image")
+    )
     kept = tried = steps = 0
     try:
-        with pool, h5py.File(partial, "w") as file, tqdm(total=episodes, desc=f"{task}, scripted", unit="demo", disable=None) as bar:
+        with (
+            pool,
+            h5py.File(partial, "w") as file,
+            tqdm(total=episodes, desc=f"{task}, scripted", unit="demo", disable=None) as bar,
+        ):
             data = file.create_group("data")
             pending = []
             while kept < episodes:
@@ -54,17 +63,32 @@ def generate(task: str, episodes: int, folder, obs: str = "low_dim", seed: int =
                     demo = data.create_group(f"demo_{kept}")
                     for key, values in record.items():
                         # Pictures frame by frame, so that a reader of single frames decodes no others.
-                        demo.create_dataset(key, data=values, **({"chunks": (1, *values.shape[1:]), "compression": "gzip"} if values.dtype == np.uint8 else {}))
+                        demo.create_dataset(
+                            key,
+                            data=values,
+                            **(
+                                {"chunks": (1, *values.shape[1:]), "compression": "gzip"}
+                                if values.dtype == np.uint8
+                                else {}
+                            ),
+                        )
                     demo.attrs.update(num_samples=len(record["actions"]), model_file=model)
                     kept, steps = kept + 1, steps + len(record["actions"])
                     bar.update()
                 bar.set_postfix(success=f"{kept / tried:.0%}")
                 if tried >= 20 and kept < tried / 2:
-                    raise UserError(f"the scripted expert for {task} succeeded in only {kept} of {tried} episodes: is this robosuite 1.5.1?")
+                    raise UserError(
+                        f"the scripted expert for {task} succeeded in only {kept} of {tried} episodes: is this robosuite 1.5.1?"
+                    )
             for job in pending:
                 job.cancel()
-            data.attrs.update(total=steps, env_args=json.dumps(env_args(task)),
-                              expert=json.dumps({"source": "scripted expert, not human", "attempts": tried, "successes": kept, "seed": seed}))
+            data.attrs.update(
+                total=steps,
+                env_args=json.dumps(env_args(task)),
+                expert=json.dumps(
+                    {"source": "scripted expert, not human", "attempts": tried, "successes": kept, "seed": seed}
+                ),
+            )
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
@@ -83,9 +107,15 @@ def _episode(task, seed, images):
     steps, left = [], None
     while len(steps) < MAX_STEPS and left != 0:
         action = expert.act(observation)
-        step = {"states": _env.get_state()["states"], **{f"obs/{key}": observation[key] for key in LOWDIM}, "actions": action}
+        step = {
+            "states": _env.get_state()["states"],
+            **{f"obs/{key}": observation[key] for key in LOWDIM},
+            "actions": action,
+        }
         if images:
-            step.update({f"obs/{camera}_image": _env.render(height=SIZE, width=SIZE, camera_name=camera) for camera in CAMERAS})
+            step.update(
+                {f"obs/{camera}_image": _env.render(height=SIZE, width=SIZE, camera_name=camera) for camera in CAMERAS}
+            )
         observation, _, _, _ = _env.step(action)
         success = _env.is_success()["task"]
         left = AFTER if left is None and success else left if left is None else left - 1
@@ -97,20 +127,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", required=True, choices=sorted(EXPERTS))
     parser.add_argument("--episodes", type=int, default=200, help="demonstrations to keep (default 200)")
-    parser.add_argument("--obs", choices=("low_dim", "image"), default="low_dim", help="image adds 84x84 pictures of two cameras; slow without a GPU")
+    parser.add_argument(
+        "--obs",
+        choices=("low_dim", "image"),
+        default="low_dim",
+        help="image adds 84x84 pictures of two cameras; slow without a GPU",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the first episode; the others follow (default 0)")
     parser.add_argument("--output_dir", help="default: data/robomimic/datasets/<task>/scripted")
     parser.add_argument("--num_workers", type=int, default=os.cpu_count(), help="processes (default: one per core)")
-    parser.add_argument("--verify", type=int, default=50, help="demonstrations to replay with absolute actions (default 50)")
+    parser.add_argument(
+        "--verify", type=int, default=50, help="demonstrations to replay with absolute actions (default 50)"
+    )
     options = parser.parse_args()
     if options.episodes < 1 or options.num_workers < 1:
         parser.error("--episodes and --num_workers are at least 1")
     folder = options.output_dir or f"data/robomimic/datasets/{options.task}/scripted"
     try:
-        rate = generate(options.task, options.episodes, folder, options.obs, options.seed, options.num_workers, options.verify)
+        rate = generate(
+            options.task, options.episodes, folder, options.obs, options.seed, options.num_workers, options.verify
+        )
     except UserError as error:
         parser.exit(1, f"error: {error}\n")
-    print(f"{options.episodes} demonstrations of {options.task} in {folder}; the expert succeeded in {rate:.1%} of its episodes")
+    print(
+        f"{options.episodes} demonstrations of {options.task} in {folder}; the expert succeeded in {rate:.1%} of its episodes"
+    )
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ position, rotation (axis times angle), in the frame that the dataset's env_args 
 with other actions, <name>_abs.hdf5. Afterwards demonstrations are replayed open-loop with both kinds of actions, and the share of
 successes that the absolute ones reproduce is printed and written into the file (attribute abs_replay of 'data').
 """
+
 from __future__ import annotations
 
 import argparse
@@ -26,7 +27,7 @@ from diffusion_policy.common.errors import DataError, UserError
 from diffusion_policy.common.hdf5_reader import read_demos
 from diffusion_policy.env.robomimic.robosuite_task import RobosuiteTask
 
-SETTLE = 10         # steps that a replay may go on after the last action: a cube that is being lifted needs a few
+SETTLE = 10  # steps that a replay may go on after the last action: a cube that is being lifted needs a few
 
 
 @dataclasses.dataclass
@@ -52,20 +53,33 @@ def convert(source, target=None, workers: int = 1, verify: int | None = None, mi
     source = pathlib.Path(source).expanduser()
     target = pathlib.Path(target or source.with_name(f"{source.stem}_abs{source.suffix}")).expanduser()
     demos = read_demos(source, ["states", "actions"])
-    RobosuiteTask(demos.env_args).close()      # says here, and once, what is wrong with the environment
+    RobosuiteTask(demos.env_args).close()  # says here, and once, what is wrong with the environment
     ends = demos.episode_ends
     episodes = list(zip(np.split(demos.arrays["states"], ends[:-1]), np.split(demos.arrays["actions"], ends[:-1])))
     with workers_for(demos.env_args, workers) as pool:
-        goals = list(tqdm(pool.map(_goals, episodes), total=len(episodes), desc="absolute actions", unit="demo", disable=None))
+        goals = list(
+            tqdm(pool.map(_goals, episodes), total=len(episodes), desc="absolute actions", unit="demo", disable=None)
+        )
         chosen = range(len(episodes))[:verify]
-        outcomes = list(tqdm(pool.map(_replay, [(episodes[i][0][0], episodes[i][1], goals[i]) for i in chosen]), total=len(chosen),
-                             desc="replays", unit="demo", disable=None))
+        outcomes = list(
+            tqdm(
+                pool.map(_replay, [(episodes[i][0][0], episodes[i][1], goals[i]) for i in chosen]),
+                total=len(chosen),
+                desc="replays",
+                unit="demo",
+                disable=None,
+            )
+        )
     replay = None
     if outcomes:
-        replay = Replay(len(outcomes), sum(delta for delta, _ in outcomes), sum(delta and absolute for delta, absolute in outcomes))
+        replay = Replay(
+            len(outcomes), sum(delta for delta, _ in outcomes), sum(delta and absolute for delta, absolute in outcomes)
+        )
         if replay.share < minimum:
-            raise DataError(f"{source}: of {replay.delta_successes} demonstrations that succeed when replayed, only {replay.abs_successes} do with "
-                            f"absolute actions; at least {minimum:.0%} is expected. Was it recorded with another robosuite?")
+            raise DataError(
+                f"{source}: of {replay.delta_successes} demonstrations that succeed when replayed, only {replay.abs_successes} do with "
+                f"absolute actions; at least {minimum:.0%} is expected. Was it recorded with another robosuite?"
+            )
     partial = target.with_suffix(".part")
     try:
         shutil.copyfile(source, partial)
@@ -100,9 +114,9 @@ def _goals(episode) -> np.ndarray:
     for t, (state, action) in enumerate(zip(states, actions.reshape(len(actions), -1, ARM_DIM))):
         _delta.reset_to({"states": state})
         for arm, (robot, controller) in enumerate(zip(_delta.env.robots, _delta.controllers())):
-            controller.update(force=True)       # it may think that it knows where the arm is
+            controller.update(force=True)  # it may think that it knows where the arm is
             robot.control(action[arm], policy_step=True)
-            goal = out[t, arm * ARM_DIM:]
+            goal = out[t, arm * ARM_DIM :]
             goal[:3], goal[3:6] = controller.goal_pos, Rotation.from_matrix(controller.goal_ori).as_rotvec()
     return out
 
@@ -126,7 +140,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-i", "--input", required=True, help="dataset with delta actions")
     parser.add_argument("-o", "--output", help="where to write (default: beside it, <name>_abs.hdf5)")
-    parser.add_argument("-n", "--num_workers", type=int, default=os.cpu_count(), help="processes (default: one per core)")
+    parser.add_argument(
+        "-n", "--num_workers", type=int, default=os.cpu_count(), help="processes (default: one per core)"
+    )
     parser.add_argument("--verify", type=int, default=None, help="demonstrations to replay (default: all; 0: none)")
     options = parser.parse_args()
     try:
@@ -134,8 +150,10 @@ def main() -> None:
     except UserError as error:
         parser.exit(1, f"error: {error}\n")
     if replay:
-        print(f"replayed {replay.demos} demonstrations open-loop: {replay.delta_successes} succeed with their own actions, "
-              f"{replay.abs_successes} of these with absolute ones ({replay.share:.1%})")
+        print(
+            f"replayed {replay.demos} demonstrations open-loop: {replay.delta_successes} succeed with their own actions, "
+            f"{replay.abs_successes} of these with absolute ones ({replay.share:.1%})"
+        )
 
 
 if __name__ == "__main__":

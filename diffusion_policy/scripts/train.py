@@ -1,8 +1,9 @@
 """Train a policy. `train.py` of a checkout and the installed command `idp-train` both start here.
 
-    python train.py --config-name=train_idp_transformer_lowdim preset=cpu
-    python train.py --config-name=train_idp_transformer_lowdim training.seed=0,1,2 --multirun
+python train.py --config-name=train_idp_transformer_lowdim preset=cpu
+python train.py --config-name=train_idp_transformer_lowdim training.seed=0,1,2 --multirun
 """
+
 from __future__ import annotations
 
 import os
@@ -23,7 +24,7 @@ def main(cfg: DictConfig) -> None:
     if "_target_" not in cfg:
         names = sorted(path.stem for path in config_dir().glob("train_*.yaml"))
         sys.exit("choose a configuration with --config-name=NAME; there are:\n  " + "\n  ".join(names))
-    OmegaConf.resolve(cfg)      # now, so that every ${now:...} is the same moment
+    OmegaConf.resolve(cfg)  # now, so that every ${now:...} is the same moment
     try:
         get_class(cfg._target_, BaseWorkspace)(cfg).run()
     except UserError as error:

@@ -1,8 +1,10 @@
 """A run and its state on disk."""
+
 from __future__ import annotations
 
 import pathlib
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -39,30 +41,49 @@ class BaseWorkspace:
     def get_checkpoint_path(self, tag: str = "latest") -> pathlib.Path:
         return pathlib.Path(self.output_dir) / "checkpoints" / f"{tag}.ckpt"
 
-    def save_checkpoint(self, path: str | None = None, tag: str = "latest", exclude_keys: Sequence[str] | None = None,
-                        include_keys: Sequence[str] | None = None) -> str:
+    def save_checkpoint(
+        self,
+        path: str | None = None,
+        tag: str = "latest",
+        exclude_keys: Sequence[str] | None = None,
+        include_keys: Sequence[str] | None = None,
+    ) -> str:
         """Write the state of the run; returns the path. The file appears complete or not at all."""
         path = self.get_checkpoint_path(tag) if path is None else pathlib.Path(path)
         exclude = self.exclude_keys if exclude_keys is None else exclude_keys
         include = self.include_keys if include_keys is None else include_keys
-        states = {name: value.state_dict() for name, value in self.__dict__.items()
-                  if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") and name not in exclude}
-        checkpoint_io.save({
-            "cfg": OmegaConf.to_container(self.cfg, resolve=True),
-            "state_dicts": states,
-            "attributes": {name: self.__dict__[name] for name in include},
-        }, path, previous=path.with_name(PREVIOUS) if path == self.get_checkpoint_path() else None)
+        states = {
+            name: value.state_dict()
+            for name, value in self.__dict__.items()
+            if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") and name not in exclude
+        }
+        checkpoint_io.save(
+            {
+                "cfg": OmegaConf.to_container(self.cfg, resolve=True),
+                "state_dicts": states,
+                "attributes": {name: self.__dict__[name] for name in include},
+            },
+            path,
+            previous=path.with_name(PREVIOUS) if path == self.get_checkpoint_path() else None,
+        )
         return str(path.absolute())
 
     # ------------------------------------------------------------------ loading
-    def load_payload(self, payload: dict[str, Any], exclude_keys: Sequence[str] | None = None, include_keys: Sequence[str] | None = None,
-                     **kwargs: Any) -> None:
+    def load_payload(
+        self,
+        payload: dict[str, Any],
+        exclude_keys: Sequence[str] | None = None,
+        include_keys: Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Take over the states for which this workspace has an object, and the attributes in include_keys."""
         exclude = () if exclude_keys is None else exclude_keys
         attributes = payload.get("attributes", {})
         missing = [key for key in include_keys or () if key not in attributes]
         if missing:
-            raise CheckpointError(f"the checkpoint has no {', '.join(missing)} (it has: {', '.join(attributes) or 'none'})")
+            raise CheckpointError(
+                f"the checkpoint has no {', '.join(missing)} (it has: {', '.join(attributes) or 'none'})"
+            )
         include = [key for key in self.include_keys if key in attributes] if include_keys is None else include_keys
         for name, state in payload["state_dicts"].items():
             target = self.__dict__.get(name)
@@ -71,21 +92,37 @@ class BaseWorkspace:
             try:
                 target.load_state_dict(state, **kwargs)
             except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-                raise CheckpointError(f"the checkpoint's {name} does not fit this configuration (another architecture or size?): "
-                                      f"{shorten(str(error))}") from error
+                raise CheckpointError(
+                    f"the checkpoint's {name} does not fit this configuration (another architecture or size?): "
+                    f"{shorten(str(error))}"
+                ) from error
         for name in include:
             self.__dict__[name] = attributes[name]
 
-    def load_checkpoint(self, path: str | None = None, tag: str = "latest", exclude_keys: Sequence[str] | None = None,
-                        include_keys: Sequence[str] | None = None, trust: bool = False) -> dict[str, Any]:
+    def load_checkpoint(
+        self,
+        path: str | None = None,
+        tag: str = "latest",
+        exclude_keys: Sequence[str] | None = None,
+        include_keys: Sequence[str] | None = None,
+        trust: bool = False,
+    ) -> dict[str, Any]:
         # The file's config is not built, so what it names does not matter: this workspace has its own.
-        payload = checkpoint_io.load(self.get_checkpoint_path(tag) if path is None else path, trust=trust, check_config=False)
+        payload = checkpoint_io.load(
+            self.get_checkpoint_path(tag) if path is None else path, trust=trust, check_config=False
+        )
         self.load_payload(payload, exclude_keys=exclude_keys, include_keys=include_keys)
         return payload
 
     @classmethod
-    def create_from_checkpoint(cls, path: str, exclude_keys: Sequence[str] | None = None, include_keys: Sequence[str] | None = None,
-                               output_dir: str | None = None, trust: bool = False) -> "BaseWorkspace":
+    def create_from_checkpoint(
+        cls,
+        path: str,
+        exclude_keys: Sequence[str] | None = None,
+        include_keys: Sequence[str] | None = None,
+        output_dir: str | None = None,
+        trust: bool = False,
+    ) -> BaseWorkspace:
         """The workspace that wrote `path`, or an instance of this class if it is more specific than BaseWorkspace."""
         payload = checkpoint_io.load(path, trust=trust)
         cfg = OmegaConf.create(payload["cfg"])

@@ -1,4 +1,5 @@
 """Upstream's name for the training loop."""
+
 from diffusion_policy.workspace.train_workspace import TrainWorkspace
 
 

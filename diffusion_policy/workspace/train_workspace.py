@@ -1,4 +1,5 @@
 """The training loop. There is one; upstream's workspace names are thin subclasses of it."""
+
 from __future__ import annotations
 
 import contextlib
@@ -12,7 +13,8 @@ import os
 import pathlib
 import signal
 import sys
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -32,28 +34,77 @@ from diffusion_policy.workspace.base_workspace import BaseWorkspace
 
 try:
     import fcntl
-except ImportError:     # not on Windows
+except ImportError:  # not on Windows
     fcntl = None
 
 log = logging.getLogger(__name__)
 
 #: Keys of the `training` section with what they are when a config does not set them.
 TRAINING = {
-    "device": "auto", "seed": 42, "debug": False, "resume": True,
-    "lr_scheduler": "cosine", "lr_warmup_steps": 0, "num_epochs": 1, "steps_per_epoch": None, "gradient_accumulate_every": 1,
-    "grad_clip_norm": None, "max_skipped_steps": 0, "use_ema": True, "freeze_encoder": False,
-    "rollout_every": 1, "checkpoint_every": 1, "val_every": 1, "sample_every": 1, "log_every": 50,
-    "max_train_steps": None, "max_val_steps": None, "tqdm_interval_sec": 1.0,
+    "device": "auto",
+    "seed": 42,
+    "debug": False,
+    "resume": True,
+    "lr_scheduler": "cosine",
+    "lr_warmup_steps": 0,
+    "num_epochs": 1,
+    "steps_per_epoch": None,
+    "gradient_accumulate_every": 1,
+    "grad_clip_norm": None,
+    "max_skipped_steps": 0,
+    "use_ema": True,
+    "freeze_encoder": False,
+    "rollout_every": 1,
+    "checkpoint_every": 1,
+    "val_every": 1,
+    "sample_every": 1,
+    "log_every": 50,
+    "max_train_steps": None,
+    "max_val_steps": None,
+    "tqdm_interval_sec": 1.0,
 }
 #: The least that a setting may be; those that are null by default may be null.
-AT_LEAST = {"seed": 0, "lr_warmup_steps": 0, "num_epochs": 0, "steps_per_epoch": 1, "gradient_accumulate_every": 1, "max_skipped_steps": 0, "rollout_every": 1,
-            "checkpoint_every": 1, "val_every": 1, "sample_every": 1, "log_every": 1, "max_train_steps": 1, "max_val_steps": 1}
+AT_LEAST = {
+    "seed": 0,
+    "lr_warmup_steps": 0,
+    "num_epochs": 0,
+    "steps_per_epoch": 1,
+    "gradient_accumulate_every": 1,
+    "max_skipped_steps": 0,
+    "rollout_every": 1,
+    "checkpoint_every": 1,
+    "val_every": 1,
+    "sample_every": 1,
+    "log_every": 1,
+    "max_train_steps": 1,
+    "max_val_steps": 1,
+}
 #: What a config must have.
-SECTIONS = ("policy", "optimizer", "dataloader", "val_dataloader", "training", "checkpoint", "checkpoint.topk", "logging", "task", "task.dataset")
+SECTIONS = (
+    "policy",
+    "optimizer",
+    "dataloader",
+    "val_dataloader",
+    "training",
+    "checkpoint",
+    "checkpoint.topk",
+    "logging",
+    "task",
+    "task.dataset",
+)
 #: What upstream's training.debug stands for.
-DEBUG = {"num_epochs": 2, "max_train_steps": 3, "max_val_steps": 3, "rollout_every": 1, "checkpoint_every": 1, "val_every": 1,
-         "sample_every": 1}
-EVALUATIONS = 5     # MIP's protocol reports the best evaluation and the mean of the last five, DP3's the mean of the five best
+DEBUG = {
+    "num_epochs": 2,
+    "max_train_steps": 3,
+    "max_val_steps": 3,
+    "rollout_every": 1,
+    "checkpoint_every": 1,
+    "val_every": 1,
+    "sample_every": 1,
+}
+EVALUATIONS = (
+    5  # MIP's protocol reports the best evaluation and the mean of the last five, DP3's the mean of the five best
+)
 
 
 class TrainWorkspace(BaseWorkspace):
@@ -84,9 +135,9 @@ class TrainWorkspace(BaseWorkspace):
         self.optimizer = self._make_optimizer()
         self.global_step = 0
         self.epoch = 0
-        self.epoch_loss = [0.0, 0]      # sum and count of the losses of the unfinished epoch
-        self.scores: list[float] = []   # test/mean_score of each evaluation
-        self.skipped_steps = 0          # steps without a finite loss and gradient that were left out
+        self.epoch_loss = [0.0, 0]  # sum and count of the losses of the unfinished epoch
+        self.scores: list[float] = []  # test/mean_score of each evaluation
+        self.skipped_steps = 0  # steps without a finite loss and gradient that were left out
 
     @property
     def policy(self) -> torch.nn.Module:
@@ -104,22 +155,30 @@ class TrainWorkspace(BaseWorkspace):
         try:
             return self.model.get_optimizer(**OmegaConf.to_container(self.cfg.optimizer, resolve=True))
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"the section optimizer, which has no _target_, does not fit the policy's own optimiser: {error}") from error
+            raise ConfigError(
+                f"the section optimizer, which has no _target_, does not fit the policy's own optimiser: {error}"
+            ) from error
 
     # ------------------------------------------------------------------ the run
     def run(self) -> dict[str, Any]:
         output = pathlib.Path(self.output_dir)
         with _only_run_in(output):
             checkpoints = self._checkpoints_to_resume()
-            runner = self._make_runner(str(output))      # first: a task that does not exist is said before its data are looked for
+            runner = self._make_runner(
+                str(output)
+            )  # first: a task that does not exist is said before its data are looked for
             self.prepare()
             if checkpoints:
                 self._resume(checkpoints)
-            checkpoint_io.write_atomically(output / "config.yaml", lambda file: file.write(OmegaConf.to_yaml(self.cfg, resolve=True).encode()))
+            checkpoint_io.write_atomically(
+                output / "config.yaml", lambda file: file.write(OmegaConf.to_yaml(self.cfg, resolve=True).encode())
+            )
             _drop_log_after(output / "logs.json.txt", self.global_step)
             tracker = _tracker(self.cfg, output)
-            say(f"training {type(self.model).__name__} ({_millions(self.model)}) on {self.stream.size} windows of {self.cfg.task.name}, "
-                f"{self.total_steps} steps of batch {self.cfg.dataloader.batch_size} on {self.device}; run folder {output}")
+            say(
+                f"training {type(self.model).__name__} ({_millions(self.model)}) on {self.stream.size} windows of {self.cfg.task.name}, "
+                f"{self.total_steps} steps of batch {self.cfg.dataloader.batch_size} on {self.device}; run folder {output}"
+            )
             try:
                 with JsonLogger(str(output / "logs.json.txt")) as self.logger, _StopRequest() as stop:
                     self._train(stop, runner, tracker)
@@ -127,9 +186,15 @@ class TrainWorkspace(BaseWorkspace):
             except OSError as error:
                 if not isinstance(error, StorageError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                what = str(error) if isinstance(error, StorageError) else f"{error.filename or output}: {checkpoint_io.reason(error)}"
-                raise StorageError(f"{what}. The run stopped at step {self.global_step}; its last checkpoint is whole. Once there is room, "
-                                   f"continue with\n    {self._continue_command()}") from error
+                what = (
+                    str(error)
+                    if isinstance(error, StorageError)
+                    else f"{error.filename or output}: {checkpoint_io.reason(error)}"
+                )
+                raise StorageError(
+                    f"{what}. The run stopped at step {self.global_step}; its last checkpoint is whole. Once there is room, "
+                    f"continue with\n    {self._continue_command()}"
+                ) from error
             finally:
                 if hasattr(runner, "close"):
                     runner.close()
@@ -146,7 +211,9 @@ class TrainWorkspace(BaseWorkspace):
     def prepare(self) -> None:
         """Load the data and make all that a training step needs."""
         cfg, s = self.cfg, self.settings
-        with isolated_random_state(s.seed):     # a dataset that draws numbers when it fills a cache must not shift the training's
+        with isolated_random_state(
+            s.seed
+        ):  # a dataset that draws numbers when it fills a cache must not shift the training's
             dataset = build(cfg, "task.dataset")
         self.stream = _stream(dataset, cfg.dataloader, s.seed)
         validation = dataset.get_validation_dataset()
@@ -156,11 +223,19 @@ class TrainWorkspace(BaseWorkspace):
         if self.ema_model is not None:
             self.ema_model.set_normalizer(normalizer)
 
-        per_epoch = self.stream.batches_per_pass if s.max_train_steps is None else min(self.stream.batches_per_pass, s.max_train_steps)
+        per_epoch = (
+            self.stream.batches_per_pass
+            if s.max_train_steps is None
+            else min(self.stream.batches_per_pass, s.max_train_steps)
+        )
         self.steps_per_epoch = s.steps_per_epoch or max(1, per_epoch // s.gradient_accumulate_every)
         self.total_steps = self.steps_per_epoch * s.num_epochs
-        self.lr_scheduler = get_scheduler(s.lr_scheduler, optimizer=self.optimizer, num_warmup_steps=s.lr_warmup_steps,
-                                          num_training_steps=max(1, self.total_steps))
+        self.lr_scheduler = get_scheduler(
+            s.lr_scheduler,
+            optimizer=self.optimizer,
+            num_warmup_steps=s.lr_warmup_steps,
+            num_training_steps=max(1, self.total_steps),
+        )
         self.ema = build(cfg, "ema", model=self.ema_model) if self.ema_model is not None else None
         try:
             self.topk = TopKCheckpointManager(save_dir=str(self.get_checkpoint_path().parent), **cfg.checkpoint.topk)
@@ -175,14 +250,20 @@ class TrainWorkspace(BaseWorkspace):
     def _checkpoints_to_resume(self) -> list[pathlib.Path]:
         """What this folder holds of an earlier run, in the order in which it is tried; none if there was no run."""
         if self.cfg.checkpoint.get("save_last_snapshot") or not self.cfg.checkpoint.get("save_last_ckpt", True):
-            raise ConfigError("checkpoint.save_last_snapshot=true (a pickle of the whole program) is not supported, and the last checkpoint, "
-                              "from which a run resumes, is always written: leave save_last_snapshot false and save_last_ckpt true")
+            raise ConfigError(
+                "checkpoint.save_last_snapshot=true (a pickle of the whole program) is not supported, and the last checkpoint, "
+                "from which a run resumes, is always written: leave save_last_snapshot false and save_last_ckpt true"
+            )
         latest = self.get_checkpoint_path()
         for folder in (latest.parent, latest.parent.parent):
             checkpoint_io.remove_leftovers(folder)
-        found = sorted(latest.parent.glob("*.ckpt"), key=lambda path: (path == latest, path.stat().st_mtime), reverse=True)
+        found = sorted(
+            latest.parent.glob("*.ckpt"), key=lambda path: (path == latest, path.stat().st_mtime), reverse=True
+        )
         if found and not self.settings.resume:
-            raise ConfigError(f"{self.output_dir} already holds a run: set training.resume=true to continue it, or choose another hydra.run.dir")
+            raise ConfigError(
+                f"{self.output_dir} already holds a run: set training.resume=true to continue it, or choose another hydra.run.dir"
+            )
         return found
 
     def _resume(self, checkpoints: list[pathlib.Path]) -> None:
@@ -195,22 +276,33 @@ class TrainWorkspace(BaseWorkspace):
                 log.warning("%s. Trying an earlier checkpoint; this one is kept as %s.damaged", error, path.name)
                 os.replace(path, path.with_name(f"{path.name}.damaged"))
         else:
-            raise CheckpointError(f"none of the checkpoints in {checkpoints[0].parent} can be read; they are kept there as *.damaged. To train "
-                                  "from the beginning, choose another hydra.run.dir")
+            raise CheckpointError(
+                f"none of the checkpoints in {checkpoints[0].parent} can be read; they are kept there as *.damaged. To train "
+                "from the beginning, choose another hydra.run.dir"
+            )
         self.load_payload(payload)
         if path != self.get_checkpoint_path():
             checkpoint_io.copy(path, self.get_checkpoint_path())
         _report_changes(payload["cfg"], OmegaConf.to_container(self.cfg, resolve=True))
         say(f"resuming {self.output_dir} at step {self.global_step} of {self.total_steps} ({path.name})")
 
-    def _train(self, stop: "_StopRequest", runner: Any, tracker: Any) -> None:
+    def _train(self, stop: _StopRequest, runner: Any, tracker: Any) -> None:
         s = self.settings
         if self.total_steps == 0:
-            self._end_epoch({"global_step": 0, "epoch": 0}, runner, tracker)    # an untrained policy, evaluated and saved like any other
+            self._end_epoch(
+                {"global_step": 0, "epoch": 0}, runner, tracker
+            )  # an untrained policy, evaluated and saved like any other
         batches = self.stream.batches(self.global_step * s.gradient_accumulate_every)
-        losses: list[float] = []        # since the last record
-        with tqdm(total=self.total_steps, initial=self.global_step, desc="training", unit="step", mininterval=s.tqdm_interval_sec,
-                  disable=None, dynamic_ncols=True) as bar:
+        losses: list[float] = []  # since the last record
+        with tqdm(
+            total=self.total_steps,
+            initial=self.global_step,
+            desc="training",
+            unit="step",
+            mininterval=s.tqdm_interval_sec,
+            disable=None,
+            dynamic_ncols=True,
+        ) as bar:
             while self.global_step < self.total_steps:
                 if hasattr(self.model, "set_progress"):
                     self.model.set_progress(self.global_step / self.total_steps)
@@ -223,7 +315,11 @@ class TrainWorkspace(BaseWorkspace):
                 end_of_epoch = self.global_step % self.steps_per_epoch == 0
                 if not (end_of_epoch or stop.requested or self.global_step % s.log_every == 0):
                     continue
-                record = {"global_step": self.global_step - 1, "epoch": self.epoch, "lr": self.lr_scheduler.get_last_lr()[0]}
+                record = {
+                    "global_step": self.global_step - 1,
+                    "epoch": self.epoch,
+                    "lr": self.lr_scheduler.get_last_lr()[0],
+                }
                 if losses:
                     record["train_loss"] = sum(losses) / len(losses)
                     bar.set_postfix(epoch=self.epoch, loss=f"{record['train_loss']:.4g}", refresh=False)
@@ -247,7 +343,7 @@ class TrainWorkspace(BaseWorkspace):
         A step whose loss or gradient is not finite changes no weight. Knowing that costs reading one number from the device.
         """
         s = self.settings
-        before = RandomState.capture()      # so that this step can be repeated
+        before = RandomState.capture()  # so that this step can be repeated
         self.model.train()
         total = torch.zeros((), device=self.device)
         for _ in range(s.gradient_accumulate_every):
@@ -260,7 +356,9 @@ class TrainWorkspace(BaseWorkspace):
         finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
             if s.grad_clip_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), s.grad_clip_norm, torch.tensor(norm, device=self.device))
+                torch.nn.utils.clip_grads_with_norm_(
+                    self.model.parameters(), s.grad_clip_norm, torch.tensor(norm, device=self.device)
+                )
             self.optimizer.step()
         else:
             self._skip(loss, norm, before)
@@ -274,16 +372,39 @@ class TrainWorkspace(BaseWorkspace):
         """Leave a step out if the run may; else write down what is needed to repeat it, and stop."""
         step = self.global_step
         first = step * self.settings.gradient_accumulate_every
-        batches = [next(self.stream.indices(first + i)).tolist() for i in range(self.settings.gradient_accumulate_every)]
-        wrong = [name for name, p in self.model.named_parameters() if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
-        what = f"the loss of step {step} is {loss}" if not math.isfinite(loss) else f"the gradient of step {step} has the norm {norm}, its loss is {loss:.4g}"
+        batches = [
+            next(self.stream.indices(first + i)).tolist() for i in range(self.settings.gradient_accumulate_every)
+        ]
+        wrong = [
+            name
+            for name, p in self.model.named_parameters()
+            if p.grad is not None and not bool(torch.isfinite(p.grad).all())
+        ]
+        what = (
+            f"the loss of step {step} is {loss}"
+            if not math.isfinite(loss)
+            else f"the gradient of step {step} has the norm {norm}, its loss is {loss:.4g}"
+        )
         folder = pathlib.Path(self.output_dir) / "debug" / f"step_{step}"
-        report = {"step": step, "loss": str(loss), "gradient_norm": str(norm), "batches": batches, "parameters_with_such_gradients": wrong}
-        checkpoint_io.write_atomically(folder / "report.json", lambda file: file.write(json.dumps(report, indent=1).encode()))
+        report = {
+            "step": step,
+            "loss": str(loss),
+            "gradient_norm": str(norm),
+            "batches": batches,
+            "parameters_with_such_gradients": wrong,
+        }
+        checkpoint_io.write_atomically(
+            folder / "report.json", lambda file: file.write(json.dumps(report, indent=1).encode())
+        )
         if self.skipped_steps < self.settings.max_skipped_steps:
             self.skipped_steps += 1
-            log.warning("%s: left out, the %d. of at most %d such steps; its windows are in %s", what, self.skipped_steps,
-                        self.settings.max_skipped_steps, folder / "report.json")
+            log.warning(
+                "%s: left out, the %d. of at most %d such steps; its windows are in %s",
+                what,
+                self.skipped_steps,
+                self.settings.max_skipped_steps,
+                folder / "report.json",
+            )
             return
         self.optimizer.zero_grad(set_to_none=True)
         RandomState.restore(random_state)
@@ -291,7 +412,8 @@ class TrainWorkspace(BaseWorkspace):
         raise DivergedError(
             f"{what}. No weight was changed by it. {folder} holds the indices of its windows (report.json) and the state before it; "
             f"training.resume=true hydra.run.dir={folder} repeats the step at once. Lower optimizer.lr, set training.grad_clip_norm, look for "
-            "extreme values in the dataset, or let a run leave out a few such steps with training.max_skipped_steps")
+            "extreme values in the dataset, or let a run leave out a few such steps with training.max_skipped_steps"
+        )
 
     # ------------------------------------------------------------------ the end of an epoch
     def _end_epoch(self, record: dict[str, Any], runner: Any, tracker: Any) -> None:
@@ -313,8 +435,11 @@ class TrainWorkspace(BaseWorkspace):
         if "test/mean_score" in record:
             self.scores.append(record["test/mean_score"])
         self._log(record, tracker)
-        shown = [f"{key} {record[key]:.4g}" for key in ("train_loss", "val_loss", "train_action_mse_error", "test/mean_score", "test/lost_episodes")
-                 if key in record]
+        shown = [
+            f"{key} {record[key]:.4g}"
+            for key in ("train_loss", "val_loss", "train_action_mse_error", "test/mean_score", "test/lost_episodes")
+            if key in record
+        ]
         say(f"epoch {self.epoch}, step {self.global_step}/{self.total_steps}: {', '.join(shown)}")
 
         self.epoch += 1
@@ -338,9 +463,11 @@ class TrainWorkspace(BaseWorkspace):
     def _action_error(self, policy: torch.nn.Module) -> float:
         """Mean squared error, in the dataset's units, of the actions predicted for the first training batch."""
         batch = self._to_device(self.stream.batch(0))
-        prediction = policy.predict_action(batch["obs"] if isinstance(batch["obs"], dict) else {"obs": batch["obs"]})["action_pred"]
+        prediction = policy.predict_action(batch["obs"] if isinstance(batch["obs"], dict) else {"obs": batch["obs"]})[
+            "action_pred"
+        ]
         target = batch["action"]
-        if prediction.shape[1] != target.shape[1]:      # the policy predicts only the steps it executes
+        if prediction.shape[1] != target.shape[1]:  # the policy predicts only the steps it executes
             first = policy.n_obs_steps - 1 if getattr(policy, "oa_step_convention", True) else policy.n_obs_steps
             target = target[:, first : first + prediction.shape[1]]
         return torch.nn.functional.mse_loss(prediction, target).item()
@@ -353,15 +480,19 @@ class TrainWorkspace(BaseWorkspace):
         if tracker is not None:
             import wandb
 
-            media = {key: wandb.Video(value, format="mp4") if isinstance(value, str) and value.endswith(".mp4") else value
-                     for key, value in record.items()}
+            media = {
+                key: wandb.Video(value, format="mp4") if isinstance(value, str) and value.endswith(".mp4") else value
+                for key, value in record.items()
+            }
             tracker.log(media, step=record["global_step"])
 
     # ------------------------------------------------------------------ the end of the run
     def _summary(self, output: pathlib.Path, finished: bool) -> dict[str, Any]:
         latest = self.get_checkpoint_path()
         if not finished:
-            say(f"stopped at step {self.global_step} of {self.total_steps}; continue with\n    {self._continue_command()}")
+            say(
+                f"stopped at step {self.global_step} of {self.total_steps}; continue with\n    {self._continue_command()}"
+            )
             sys.exit(130)
         last, best = self.scores[-EVALUATIONS:], sorted(self.scores)[-EVALUATIONS:]
         summary = {
@@ -369,14 +500,20 @@ class TrainWorkspace(BaseWorkspace):
             "best_score": max(self.scores, default=None),
             "mean_of_last_scores": sum(last) / len(last) if last else None,
             "mean_of_best_scores": sum(best) / len(best) if best else None,
-            "evaluations": len(self.scores), "steps": self.global_step, "checkpoint": str(latest),
+            "evaluations": len(self.scores),
+            "steps": self.global_step,
+            "checkpoint": str(latest),
             "videos": sorted(str(path) for path in (output / "media").glob("*.mp4")),
             "learning_curve": str(plot_learning_curve(output / "logs.json.txt", output / "learning_curve.png")),
         }
-        checkpoint_io.write_atomically(output / "summary.json", lambda file: file.write(json.dumps(summary, indent=2).encode()))
+        checkpoint_io.write_atomically(
+            output / "summary.json", lambda file: file.write(json.dumps(summary, indent=2).encode())
+        )
         if self.scores:
-            say(f"score {summary['score']:.3f} (best {summary['best_score']:.3f}, mean of the last {len(last)} evaluations "
-                f"{summary['mean_of_last_scores']:.3f}, of the best {len(best)} {summary['mean_of_best_scores']:.3f})")
+            say(
+                f"score {summary['score']:.3f} (best {summary['best_score']:.3f}, mean of the last {len(last)} evaluations "
+                f"{summary['mean_of_last_scores']:.3f}, of the best {len(best)} {summary['mean_of_best_scores']:.3f})"
+            )
         say(f"checkpoint      {latest}")
         if summary["videos"]:
             say(f"rollout video   {summary['videos'][-1]}")
@@ -386,7 +523,9 @@ class TrainWorkspace(BaseWorkspace):
         return summary
 
     def _continue_command(self) -> str:
-        arguments = [argument for argument in sys.argv if not argument.startswith(("training.resume=", "hydra.run.dir="))]
+        arguments = [
+            argument for argument in sys.argv if not argument.startswith(("training.resume=", "hydra.run.dir="))
+        ]
         return f"python {' '.join(arguments)} training.resume=true hydra.run.dir={self.output_dir}"
 
 
@@ -402,7 +541,10 @@ def _training_settings(section: DictConfig) -> DictConfig:
     for key in section:
         if key not in TRAINING:
             near = difflib.get_close_matches(key, TRAINING, n=1)
-            raise ConfigError(f"training.{key} is not a setting; " + (f"did you mean training.{near[0]}?" if near else f"there are: {', '.join(TRAINING)}"))
+            raise ConfigError(
+                f"training.{key} is not a setting; "
+                + (f"did you mean training.{near[0]}?" if near else f"there are: {', '.join(TRAINING)}")
+            )
     settings = OmegaConf.merge(TRAINING, section)
     if settings.debug:
         settings = OmegaConf.merge(settings, DEBUG)
@@ -449,23 +591,33 @@ def _drop_log_after(path: pathlib.Path, step: int) -> None:
             if json.loads(line).get("global_step", -1) < step:
                 kept.append(line)
         except json.JSONDecodeError:
-            break    # the half-written last line of a killed run
+            break  # the half-written last line of a killed run
     checkpoint_io.write_atomically(path, lambda file: file.write("".join(f"{line}\n" for line in kept).encode()))
 
 
 def _report_changes(before: Any, now: Any) -> None:
     """Say which settings of a resumed run differ from those it was started with."""
+
     def flat(value: Any, prefix: str = "") -> dict[str, Any]:
         if not isinstance(value, dict):
             return {prefix: value}
-        return {key: leaf for name, child in value.items() for key, leaf in flat(child, f"{prefix}.{name}" if prefix else name).items()}
+        return {
+            key: leaf
+            for name, child in value.items()
+            for key, leaf in flat(child, f"{prefix}.{name}" if prefix else name).items()
+        }
 
     old, new = flat(before), flat(now)
-    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
-               and not key.startswith(("training.resume", "logging", "multi_run"))]
+    changed = [
+        key
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not key.startswith(("training.resume", "logging", "multi_run"))
+    ]
     if changed:
-        log.warning("resuming with other settings than the run was started with: %s",
-                    ", ".join(f"{key} {old.get(key)} -> {new.get(key)}" for key in changed))
+        log.warning(
+            "resuming with other settings than the run was started with: %s",
+            ", ".join(f"{key} {old.get(key)} -> {new.get(key)}" for key in changed),
+        )
 
 
 def _millions(model: torch.nn.Module) -> str:
@@ -481,9 +633,11 @@ def _only_run_in(folder: pathlib.Path) -> Iterator[None]:
         return
     with open(folder / ".lock", "a") as file:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)     # of this process alone, and gone with it, however it ends
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone, and gone with it, however it ends
         except BlockingIOError as error:
-            raise ConfigError(f"another process is training in {folder}: stop it first, or choose another hydra.run.dir") from error
+            raise ConfigError(
+                f"another process is training in {folder}: stop it first, or choose another hydra.run.dir"
+            ) from error
         except OSError as error:
             log.warning("%s cannot be locked (%s): take care that no other run uses it", folder, error)
         yield
@@ -496,10 +650,10 @@ class _StopRequest:
         self.requested = False
         self.process = os.getpid()
 
-    def __enter__(self) -> "_StopRequest":
+    def __enter__(self) -> _StopRequest:
         try:
             self.before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:      # not in the main thread: leave the signals alone
+        except ValueError:  # not in the main thread: leave the signals alone
             self.before = {}
         return self
 
@@ -508,7 +662,9 @@ class _StopRequest:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: Any) -> None:
-        if os.getpid() != self.process:     # a worker process, which inherits this: Ctrl-C is the run's to answer, SIGTERM ends it
+        if (
+            os.getpid() != self.process
+        ):  # a worker process, which inherits this: Ctrl-C is the run's to answer, SIGTERM ends it
             if number == signal.SIGTERM:
                 os._exit(1)
             return

@@ -1,4 +1,5 @@
 """One class an objective; each accepts the arguments of upstream's policies and its own."""
+
 from idp_workspace.policy.consistency import ConsistencyPolicy, ConsistencyTrainingPolicy
 from idp_workspace.policy.diffusion import DDPMPolicy
 from idp_workspace.policy.edm_teacher import EDMTeacherPolicy
@@ -15,7 +16,19 @@ from idp_workspace.policy.straight_flow import StraightFlowPolicy
 from idp_workspace.policy.tsd import TSDPolicy
 
 __all__ = [
-    "ConsistencyFlowPolicy", "ConsistencyPolicy", "ConsistencyTrainingPolicy", "DDPMPolicy", "EDMTeacherPolicy",
-    "FlowMatchingPolicy", "IDPPolicy", "MIPPolicy", "MeanFlowPolicy", "NaiveDriftingPolicy", "OFPPolicy",
-    "OneStepDiffusionPolicy", "RegressionPolicy", "StraightFlowPolicy", "TSDPolicy",
+    "ConsistencyFlowPolicy",
+    "ConsistencyPolicy",
+    "ConsistencyTrainingPolicy",
+    "DDPMPolicy",
+    "EDMTeacherPolicy",
+    "FlowMatchingPolicy",
+    "IDPPolicy",
+    "MIPPolicy",
+    "MeanFlowPolicy",
+    "NaiveDriftingPolicy",
+    "OFPPolicy",
+    "OneStepDiffusionPolicy",
+    "RegressionPolicy",
+    "StraightFlowPolicy",
+    "TSDPolicy",
 ]

@@ -1,4 +1,5 @@
 """What every objective shares: normalisation, the generator, the interface of upstream's policies."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -46,7 +47,7 @@ class GeneratorPolicy(BaseLowdimPolicy, BaseImagePolicy):
         self.oa_step_convention = rest.get("oa_step_convention", True)
         self.pred_action_steps_only = rest.get("pred_action_steps_only", False)
         self.progress = 0.0
-        self.num_inference_steps = 1    # written by upstream's robot scripts; one call is all there is
+        self.num_inference_steps = 1  # written by upstream's robot scripts; one call is all there is
 
     # ------------------------------------------------------------------ training
     def loss(self, cond: Tensor, actions: Tensor) -> Tensor:
@@ -60,8 +61,10 @@ class GeneratorPolicy(BaseLowdimPolicy, BaseImagePolicy):
         first = self.generator.start
         actions = self.normalizer["action"].normalize(batch["action"])[:, first : first + self.generator.horizon]
         if actions.shape[1:] != (self.generator.horizon, self.action_dim):
-            raise ValueError(f"the batch has action chunks of shape {tuple(batch['action'].shape[1:])}, the policy is built for "
-                             f"({self.horizon}, {self.action_dim})")
+            raise ValueError(
+                f"the batch has action chunks of shape {tuple(batch['action'].shape[1:])}, the policy is built for "
+                f"({self.horizon}, {self.action_dim})"
+            )
         # On an accelerator, a look at the values would hold up every step; the training loop reads the loss instead.
         obs = self.normalise_observation(batch["obs"], finite=batch["action"].device.type == "cpu")
         return self.loss_of(obs, actions)
@@ -88,9 +91,14 @@ class GeneratorPolicy(BaseLowdimPolicy, BaseImagePolicy):
     def set_normalizer(self, normalizer: LinearNormalizer) -> None:
         self.normalizer.load_state_dict(normalizer.state_dict())
 
-    def get_optimizer(self, learning_rate: float, weight_decay: float | None = None, betas: tuple[float, float] = (0.9, 0.95),
-                      transformer_weight_decay: float | None = None, obs_encoder_weight_decay: float | None = None,
-                      ) -> torch.optim.Optimizer:
+    def get_optimizer(
+        self,
+        learning_rate: float,
+        weight_decay: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        transformer_weight_decay: float | None = None,
+        obs_encoder_weight_decay: float | None = None,
+    ) -> torch.optim.Optimizer:
         """AdamW as upstream's transformer workspaces ask for it: no decay on biases, norms and embeddings of the backbone."""
         decay = next((d for d in (transformer_weight_decay, weight_decay) if d is not None), 1e-3)
         if hasattr(self.model, "get_optim_groups"):
@@ -98,8 +106,12 @@ class GeneratorPolicy(BaseLowdimPolicy, BaseImagePolicy):
         else:
             groups = [{"params": list(self.model.parameters()), "weight_decay": decay}]
         if self.obs_encoder is not None:
-            groups.append({"params": list(self.obs_encoder.parameters()),
-                           "weight_decay": decay if obs_encoder_weight_decay is None else obs_encoder_weight_decay})
+            groups.append(
+                {
+                    "params": list(self.obs_encoder.parameters()),
+                    "weight_decay": decay if obs_encoder_weight_decay is None else obs_encoder_weight_decay,
+                }
+            )
         return torch.optim.AdamW(groups, lr=learning_rate, betas=tuple(betas))
 
     # ------------------------------------------------------------------ acting
@@ -116,8 +128,10 @@ class GeneratorPolicy(BaseLowdimPolicy, BaseImagePolicy):
         cond = self.generator.encode(self.normalise_observation(obs_dict if self.obs_dim is None else obs_dict["obs"]))
         prediction = self.normalizer["action"].unnormalize(self.sample(cond, len(cond)))
         if not all_finite(prediction):
-            raise ValueError(f"{type(self).__name__} predicted actions that are not finite from an observation that is: either that holds numbers "
-                             "far beyond those of the dataset, or the weights are broken and an earlier checkpoint is needed")
+            raise ValueError(
+                f"{type(self).__name__} predicted actions that are not finite from an observation that is: either that holds numbers "
+                "far beyond those of the dataset, or the weights are broken and an earlier checkpoint is needed"
+            )
         if self.pred_action_steps_only:
             return {"action": prediction, "action_pred": prediction}
         first = self.n_obs_steps - 1 if self.oa_step_convention else self.n_obs_steps

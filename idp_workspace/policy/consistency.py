@@ -1,4 +1,5 @@
 """Consistency Policy: one-step trajectory models, distilled from an EDM teacher or trained without one."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -15,7 +16,9 @@ from idp_workspace.policy.edm_teacher import EDMOptions, EDMPolicy, EDMTeacherPo
 from idp_workspace.target import fixed_parameters
 from idp_workspace.teacher import TeacherError
 
-DSM_SHARE = 0.7     # of the range of the Karras schedule, from sigma_max, that the denoising term draws half of its levels from
+DSM_SHARE = (
+    0.7  # of the range of the Karras schedule, from sigma_max, that the denoising term draws half of its levels from
+)
 
 
 class ConsistencyTrainingPolicy(EDMPolicy):
@@ -38,7 +41,7 @@ class ConsistencyTrainingPolicy(EDMPolicy):
         consistency_weight: float = 1.0
         denoising_weight: float = 1.0
         nfe: int = 1
-        start: str = "sigma_max"    # sigma_max | unit
+        start: str = "sigma_max"  # sigma_max | unit
 
         def __post_init__(self):
             super().__post_init__()
@@ -56,7 +59,9 @@ class ConsistencyTrainingPolicy(EDMPolicy):
         return keep * x + (1 - keep) * self.precondition(cond, x, sigma, stop)
 
     # ------------------------------------------------------------------ training
-    def lower_neighbour(self, x: Tensor, sigma: Tensor, to: Tensor, actions: Tensor, noise: Tensor, cond: Tensor) -> Tensor:
+    def lower_neighbour(
+        self, x: Tensor, sigma: Tensor, to: Tensor, actions: Tensor, noise: Tensor, cond: Tensor
+    ) -> Tensor:
         """The point at noise `to` that belongs to x at noise sigma: the same action and noise."""
         return actions + edm.over(to, x) * noise
 
@@ -65,8 +70,9 @@ class ConsistencyTrainingPolicy(EDMPolicy):
 
     def consistency_loss(self, cond: Tensor, teacher_cond: Tensor, actions: Tensor) -> Tensor:
         o = self.options
-        return (o.consistency_weight * self.trajectory_term(cond, teacher_cond, actions)
-                + o.denoising_weight * self.denoising_term(cond, actions))
+        return o.consistency_weight * self.trajectory_term(
+            cond, teacher_cond, actions
+        ) + o.denoising_weight * self.denoising_term(cond, actions)
 
     def trajectory_term(self, cond: Tensor, teacher_cond: Tensor, actions: Tensor) -> Tensor:
         t, u, s = self.draw_edges(len(actions), actions.device)
@@ -135,11 +141,17 @@ class ConsistencyPolicy(DistilledPolicy, ConsistencyTrainingPolicy):
         for field in ("sigma_min", "sigma_max", "sigma_data", "time_scale"):
             mine, theirs = getattr(self.options, field), getattr(teacher.options, field)
             if mine != theirs:
-                raise TeacherError(f"the teacher was trained with {field}={theirs}, the student has {mine}: set policy.{field}={theirs}")
+                raise TeacherError(
+                    f"the teacher was trained with {field}={theirs}, the student has {mine}: set policy.{field}={theirs}"
+                )
         super().take_over(teacher)
 
-    def lower_neighbour(self, x: Tensor, sigma: Tensor, to: Tensor, actions: Tensor, noise: Tensor, cond: Tensor) -> Tensor:
-        return edm.heun_step(lambda x, level: self.teacher.denoise(cond, x, level), x, sigma, to, self.options.sigma_min)
+    def lower_neighbour(
+        self, x: Tensor, sigma: Tensor, to: Tensor, actions: Tensor, noise: Tensor, cond: Tensor
+    ) -> Tensor:
+        return edm.heun_step(
+            lambda x, level: self.teacher.denoise(cond, x, level), x, sigma, to, self.options.sigma_min
+        )
 
     def distill(self, cond: Tensor, teacher_cond: Tensor, actions: Tensor) -> Tensor:
         return self.consistency_loss(cond, teacher_cond, actions)

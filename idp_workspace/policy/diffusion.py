@@ -1,4 +1,5 @@
 """Diffusion Policy's objective on a shared generator."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -25,7 +26,7 @@ class DDPMPolicy(GeneratorPolicy):
     @dataclasses.dataclass(frozen=True)
     class Options:
         noise_scheduler: Any = None
-        num_inference_steps: int | None = None      # null: as many as in training
+        num_inference_steps: int | None = None  # null: as many as in training
         time_scale: float = 1.0
 
         def __post_init__(self):

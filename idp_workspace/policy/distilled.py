@@ -1,4 +1,5 @@
 """What students share: a teacher that is there while they train."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -20,12 +21,12 @@ class DistilledPolicy(GeneratorPolicy):
     """
 
     teacher_kind: type[GeneratorPolicy]
-    teacher_config: str         # a config that trains such a teacher, for messages
+    teacher_config: str  # a config that trains such a teacher, for messages
 
     def __init__(self, **arguments: Any):
         super().__init__(**arguments)
         self.teacher_checkpoint = self.options.teacher_checkpoint
-        self._teacher: tuple[GeneratorPolicy, ...] = ()     # in a tuple a module is not registered
+        self._teacher: tuple[GeneratorPolicy, ...] = ()  # in a tuple a module is not registered
 
     def set_normalizer(self, normalizer: LinearNormalizer) -> None:
         teacher = load_teacher(self.teacher_checkpoint, self.teacher_kind, self, self.teacher_config)
@@ -42,7 +43,9 @@ class DistilledPolicy(GeneratorPolicy):
     @property
     def teacher(self) -> GeneratorPolicy:
         if not self._teacher:
-            raise TeacherError(f"{type(self).__name__} has no teacher yet: it is loaded by set_normalizer, when training starts")
+            raise TeacherError(
+                f"{type(self).__name__} has no teacher yet: it is loaded by set_normalizer, when training starts"
+            )
         teacher = self._teacher[0]
         return teacher if teacher.device == self.device else teacher.to(self.device)
 

@@ -1,4 +1,5 @@
 """EDM denoiser: the teacher of Consistency Policy."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -21,14 +22,16 @@ class EDMOptions:
     sigma_data: float = edm.SIGMA_DATA
     rho: float = edm.RHO
     bins: int = edm.BINS
-    time_scale: float = 250.0       # the network is told time_scale * ln sigma
-    huber: str = "standard"         # standard | squared, see edm.pseudo_huber
+    time_scale: float = 250.0  # the network is told time_scale * ln sigma
+    huber: str = "standard"  # standard | squared, see edm.pseudo_huber
 
     def __post_init__(self):
         check_choices({"huber": self.huber}, {"huber": ("standard", "squared")})
         if not 0 < self.sigma_min < self.sigma_max or self.sigma_data <= 0 or self.rho <= 0 or self.bins < 1:
-            raise ValueError(f"0 < sigma_min < sigma_max, sigma_data > 0, rho > 0 and bins >= 1 are needed, got sigma_min={self.sigma_min}, "
-                             f"sigma_max={self.sigma_max}, sigma_data={self.sigma_data}, rho={self.rho}, bins={self.bins}")
+            raise ValueError(
+                f"0 < sigma_min < sigma_max, sigma_data > 0, rho > 0 and bins >= 1 are needed, got sigma_min={self.sigma_min}, "
+                f"sigma_max={self.sigma_max}, sigma_data={self.sigma_data}, rho={self.rho}, bins={self.bins}"
+            )
 
 
 class EDMPolicy(GeneratorPolicy):
@@ -50,7 +53,9 @@ class EDMPolicy(GeneratorPolicy):
         """g, (B, H, D), at noise levels sigma (B,)."""
         o = self.options
         time = lambda level: o.time_scale * torch.as_tensor(level, dtype=x.dtype, device=x.device).log()
-        return edm.precondition(lambda scaled: self.generator(cond, scaled, time(stop), s=time(sigma)), x, sigma, o.sigma_min, o.sigma_data)
+        return edm.precondition(
+            lambda scaled: self.generator(cond, scaled, time(stop), s=time(sigma)), x, sigma, o.sigma_min, o.sigma_data
+        )
 
     def denoise(self, cond: Tensor, x: Tensor, sigma: Tensor) -> Tensor:
         """D(x, sigma) = g(x, sigma, sigma_min)."""
@@ -58,7 +63,10 @@ class EDMPolicy(GeneratorPolicy):
 
     def weighted_huber(self, error: Tensor, sigma: Tensor) -> Tensor:
         """mean of (sigma^2 + sd^2) / (sigma sd)^2 * huber(error)."""
-        return (edm.over(edm.loss_weight(sigma, self.options.sigma_data), error) * edm.pseudo_huber(error, self.options.huber)).mean()
+        return (
+            edm.over(edm.loss_weight(sigma, self.options.sigma_data), error)
+            * edm.pseudo_huber(error, self.options.huber)
+        ).mean()
 
 
 class EDMTeacherPolicy(EDMPolicy):
@@ -95,5 +103,7 @@ class EDMTeacherPolicy(EDMPolicy):
 def steps_of(nfe: int) -> int:
     """Heun's method makes two calls a step, but one in the last."""
     if nfe < 1 or nfe % 2 == 0:
-        raise ValueError(f"nfe={nfe}: Heun's method makes an odd number of network calls, two a step and one in the last")
+        raise ValueError(
+            f"nfe={nfe}: Heun's method makes an odd number of network calls, two a step and one in the last"
+        )
     return (nfe + 1) // 2

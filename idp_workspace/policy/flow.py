@@ -1,4 +1,5 @@
 """Flow matching."""
+
 from __future__ import annotations
 
 import dataclasses

@@ -1,4 +1,5 @@
 """FlowPolicy: consistency flow matching, one step."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -29,7 +30,7 @@ class ConsistencyFlowPolicy(GeneratorPolicy):
         delta: float = 0.01
         segments: int = 2
         alpha: float = 1e-5
-        time_scale: float = 1.0         # time as the network sees it; the publication's network takes 99 t
+        time_scale: float = 1.0  # time as the network sees it; the publication's network takes 99 t
         nfe: int = 1
 
         def __post_init__(self):

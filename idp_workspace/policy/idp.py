@@ -1,4 +1,5 @@
 """Implicit Drifting Policy."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -16,7 +17,19 @@ from idp_workspace.proposal import Proposal, assignment
 EMA_REFERENCE_RATE = 0.99
 
 #: Options that are handed to the geometry as they are.
-GEOMETRY = ("granularity", "self_neighbor", "tau", "topk", "center", "reference", "excess", "weights", "matrix", "rel_floor", "m_clip")
+GEOMETRY = (
+    "granularity",
+    "self_neighbor",
+    "tau",
+    "topk",
+    "center",
+    "reference",
+    "excess",
+    "weights",
+    "matrix",
+    "rel_floor",
+    "m_clip",
+)
 
 
 def paper_lambda(t_star: float) -> float:
@@ -54,15 +67,15 @@ class IDPPolicy(GeneratorPolicy):
         """The paper's values are the defaults. For the switches of the geometry see `geometry_excess`."""
 
         t_star: float = 0.9
-        lambda_prox: float | None = None        # null: (t*/(1-t*))^2
-        lambda_schedule: str = "constant"       # constant | ramp, see current_lambda
-        lambda_start: float = 1.0               # of a ramp, which stays there until ramp_from and reaches lambda_prox at
-        ramp_from: float = 0.5                  # ramp_until, both as shares of the training
+        lambda_prox: float | None = None  # null: (t*/(1-t*))^2
+        lambda_schedule: str = "constant"  # constant | ramp, see current_lambda
+        lambda_start: float = 1.0  # of a ramp, which stays there until ramp_from and reaches lambda_prox at
+        ramp_from: float = 0.5  # ramp_until, both as shares of the training
         ramp_until: float = 0.95
         loss_scale: float = 0.1
         nfe: int = 1
-        geometry: bool = True                   # false: m = 0
-        geometry_on_probe: bool = True          # false: the probe's error is isotropic
+        geometry: bool = True  # false: m = 0
+        geometry_on_probe: bool = True  # false: the probe's error is isotropic
         granularity: str = "per_step"
         self_neighbor: bool = True
         tau: float = 1.0
@@ -74,7 +87,7 @@ class IDPPolicy(GeneratorPolicy):
         matrix: str = "diag"
         rel_floor: float = 0.0
         m_clip: float | None = None
-        proposal: Proposal = Proposal()         # or a mapping with its fields
+        proposal: Proposal = Proposal()  # or a mapping with its fields
 
         def __post_init__(self):
             object.__setattr__(self, "proposal", Proposal.of(self.proposal))
@@ -85,8 +98,10 @@ class IDPPolicy(GeneratorPolicy):
             if self.lambda_prox is not None and self.lambda_prox < 0:
                 raise ValueError(f"lambda_prox={self.lambda_prox} must not be negative")
             if self.lambda_start <= 0 or not 0 <= self.ramp_from < self.ramp_until <= 1:
-                raise ValueError(f"a ramp needs lambda_start > 0 and 0 <= ramp_from < ramp_until <= 1, got lambda_start="
-                                 f"{self.lambda_start}, ramp_from={self.ramp_from}, ramp_until={self.ramp_until}")
+                raise ValueError(
+                    f"a ramp needs lambda_start > 0 and 0 <= ramp_from < ramp_until <= 1, got lambda_start="
+                    f"{self.lambda_start}, ramp_from={self.ramp_from}, ramp_until={self.ramp_until}"
+                )
             check_nfe(self.nfe)
 
     def __init__(self, **arguments: Any):
@@ -94,7 +109,7 @@ class IDPPolicy(GeneratorPolicy):
         o = self.options
         self.nfe = o.nfe
         self.lambda_prox = paper_lambda(o.t_star) if o.lambda_prox is None else float(o.lambda_prox)
-        self._last: tuple[Tensor, Tensor] | None = None     # features and m of the last batch
+        self._last: tuple[Tensor, Tensor] | None = None  # features and m of the last batch
         if o.reference in ("ema", "dataset"):
             # Zero until seen: the first batch (ema) or the normaliser's statistics (dataset) fill it.
             self.register_buffer("reference_variance", torch.zeros(self.generator.horizon, self.action_dim))
@@ -158,7 +173,9 @@ class IDPPolicy(GeneratorPolicy):
             return potential((y - actions) / o.t_star, m)
         if m is not None:
             m = m.repeat_interleave(p.samples, dim=0)
-        energy = potential((y - actions.repeat_interleave(p.samples, dim=0)) / o.t_star, m).view(batch, p.samples, horizon)
+        energy = potential((y - actions.repeat_interleave(p.samples, dim=0)) / o.t_star, m).view(
+            batch, p.samples, horizon
+        )
         return (assignment(energy.mean(-1), p.assign).unsqueeze(-1) * energy).sum(dim=1)
 
     @torch.no_grad()
@@ -185,8 +202,13 @@ class IDPPolicy(GeneratorPolicy):
         values = torch.diagonal(m, dim1=-2, dim2=-1) if m.ndim == 4 else m
         values = values.float().flatten()
         o = self.options
-        w = geometry.neighbor_weights(features, tau=o.tau, topk=o.topk, self_neighbor=o.self_neighbor,
-                                      weights="softmax" if o.weights == "shuffled" else o.weights)
+        w = geometry.neighbor_weights(
+            features,
+            tau=o.tau,
+            topk=o.topk,
+            self_neighbor=o.self_neighbor,
+            weights="softmax" if o.weights == "shuffled" else o.weights,
+        )
         return out | {
             "m_mean": values.mean().item(),
             "m_p99": values.kthvalue(max(1, round(0.99 * len(values)))).values.item(),

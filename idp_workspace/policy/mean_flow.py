@@ -1,9 +1,10 @@
 """MeanFlow for policies (MP1)."""
+
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -30,18 +31,20 @@ class MeanFlowPolicy(GeneratorPolicy):
 
     @dataclasses.dataclass(frozen=True)
     class Options:
-        time_mean: float = -0.4         # of the logit of MeanFlow's times
+        time_mean: float = -0.4  # of the logit of MeanFlow's times
         time_std: float = 1.0
-        flow_ratio: float = 0.5         # MeanFlow for images: 0.75
-        guidance: float = 2.0           # w; 1 is the velocity itself
-        adaptive_p: float = 0.5         # MeanFlow for images: 1
-        dispersive: float = 0.5         # 0: without ("MP")
-        time_scale: float = 1.0         # the network is told both times multiplied by this; see average_velocity
+        flow_ratio: float = 0.5  # MeanFlow for images: 0.75
+        guidance: float = 2.0  # w; 1 is the velocity itself
+        adaptive_p: float = 0.5  # MeanFlow for images: 1
+        dispersive: float = 0.5  # 0: without ("MP")
+        time_scale: float = 1.0  # the network is told both times multiplied by this; see average_velocity
 
         def __post_init__(self):
             if not 0 <= self.flow_ratio <= 1 or self.time_std <= 0 or self.dispersive < 0:
-                raise ValueError(f"flow_ratio={self.flow_ratio} must be in [0, 1], time_std={self.time_std} positive and "
-                                 f"dispersive={self.dispersive} not negative")
+                raise ValueError(
+                    f"flow_ratio={self.flow_ratio} must be in [0, 1], time_std={self.time_std} positive and "
+                    f"dispersive={self.dispersive} not negative"
+                )
 
     def draw_interval(self, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Start s and end t >= s (B,); the first flow_ratio of the batch has t = s."""
@@ -61,7 +64,9 @@ class MeanFlowPolicy(GeneratorPolicy):
         w, c = self.options.guidance, self.options.time_scale
         if w != 1:
             velocity = w * velocity + (1 - w) * self.average_velocity(cond, x, s, s)
-        _, slope = generator_jvp(self.generator, cond, (x, c * s, c * t), (velocity, torch.full_like(s, c), torch.zeros_like(t)))
+        _, slope = generator_jvp(
+            self.generator, cond, (x, c * s, c * t), (velocity, torch.full_like(s, c), torch.zeros_like(t))
+        )
         return velocity + broadcast(t - s, x) * slope
 
     def loss(self, cond: Tensor, actions: Tensor) -> Tensor:
@@ -93,13 +98,15 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
     stack = getattr(model, "decoder", None) or getattr(model, "encoder", None)
     if hasattr(model, "down_modules"):
-        found = [level[1] for level in model.down_modules]      # the second residual block, before the resolution is halved
+        found = [level[1] for level in model.down_modules]  # the second residual block, before the resolution is halved
     elif hasattr(stack, "layers"):
         found = list(stack.layers)
     elif isinstance(getattr(model, "net", None), nn.Sequential):
         found = [layer for layer in model.net if isinstance(layer, nn.Sequential)]
     if not found:
-        raise ValueError(f"the dispersive term does not know the blocks of {type(model).__name__}: set policy.dispersive=0")
+        raise ValueError(
+            f"the dispersive term does not know the blocks of {type(model).__name__}: set policy.dispersive=0"
+        )
     return found
 
 
@@ -107,7 +114,11 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 def block_features(model: nn.Module, record: bool = True) -> Iterator[list[Tensor]]:
     """A list that the outputs of all blocks but the last are appended to while the model runs inside; empty if not `record`."""
     features: list[Tensor] = []
-    handles = [block.register_forward_hook(lambda module, args, out: features.append(out)) for block in blocks(model)[:-1]] if record else []
+    handles = (
+        [block.register_forward_hook(lambda module, args, out: features.append(out)) for block in blocks(model)[:-1]]
+        if record
+        else []
+    )
     try:
         yield features
     finally:

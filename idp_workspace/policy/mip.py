@@ -1,4 +1,5 @@
 """MIP, the minimal iterative policy (Much Ado About Noising)."""
+
 from __future__ import annotations
 
 import dataclasses

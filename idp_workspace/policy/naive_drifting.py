@@ -1,4 +1,5 @@
 """Naive Drifting: the explicit drifting field as a behaviour-cloning objective."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -10,10 +11,23 @@ from idp_workspace import drifting, geometry
 from idp_workspace.options import check_choices
 from idp_workspace.policy.base import GeneratorPolicy
 
-CHOICES = {"positives": ("own", "knn", "batch", "weighted"), "space": ("per_step", "flat"), "noise": ("gaussian", "zero")}
+CHOICES = {
+    "positives": ("own", "knn", "batch", "weighted"),
+    "space": ("per_step", "flat"),
+    "noise": ("gaussian", "zero"),
+}
 
 #: Options that are handed to the field as they are.
-FIELD = ("temperatures", "kernel", "normalise_axes", "feature_norm", "feature_norm_scope", "drift_norm", "affinity_floor", "self_mask")
+FIELD = (
+    "temperatures",
+    "kernel",
+    "normalise_axes",
+    "feature_norm",
+    "feature_norm_scope",
+    "drift_norm",
+    "affinity_floor",
+    "self_mask",
+)
 
 
 class NaiveDriftingPolicy(GeneratorPolicy):
@@ -29,9 +43,9 @@ class NaiveDriftingPolicy(GeneratorPolicy):
     @dataclasses.dataclass(frozen=True)
     class Options:
         gens_per_obs: int = 8
-        positives: str = "own"                  # own expert | knn: those of similar observations in the batch | batch: all of them
-        knn_k: int = 8                          # | weighted: all, by w_ij
-        tau: float = 1.0                        # temperature and number of neighbours of w_ij
+        positives: str = "own"  # own expert | knn: those of similar observations in the batch | batch: all of them
+        knn_k: int = 8  # | weighted: all, by w_ij
+        tau: float = 1.0  # temperature and number of neighbours of w_ij
         topk: int | None = None
         temperatures: tuple[float, ...] = drifting.TEMPERATURES
         kernel: str = "laplace"
@@ -41,10 +55,10 @@ class NaiveDriftingPolicy(GeneratorPolicy):
         drift_norm: bool = True
         affinity_floor: float = 1e-6
         self_mask: bool = True
-        space: str = "per_step"                 # one field per chunk step, or one over the flattened chunk
+        space: str = "per_step"  # one field per chunk step, or one over the flattened chunk
         noise: str = "gaussian"
-        mse_coeff: float = 0.0                  # adds the squared error to the expert
-        probe_coeff: float = 0.0                # adds MIP's and IDP's probe near the expert; 81 is their weight
+        mse_coeff: float = 0.0  # adds the squared error to the expert
+        probe_coeff: float = 0.0  # adds MIP's and IDP's probe near the expert; 81 is their weight
         t_star: float = 0.9
 
         def __post_init__(self):
@@ -82,12 +96,17 @@ class NaiveDriftingPolicy(GeneratorPolicy):
         o = self.options
         batch, horizon, dim = actions.shape
         count = o.gens_per_obs
-        x = self.generator(cond.repeat_interleave(count, dim=0), self.start_noise(batch * count), 0.0).view(batch, count, horizon, dim)
+        x = self.generator(cond.repeat_interleave(count, dim=0), self.start_noise(batch * count), 0.0).view(
+            batch, count, horizon, dim
+        )
         positives, weights = self.positives(cond, actions)
         if o.space == "per_step":
-            problem = x.permute(2, 0, 1, 3), positives.permute(2, 0, 1, 3)      # (H, B, G, D): each step has its own normalisers
+            problem = (
+                x.permute(2, 0, 1, 3),
+                positives.permute(2, 0, 1, 3),
+            )  # (H, B, G, D): each step has its own normalisers
         else:
-            problem = x.flatten(2)[None], positives.flatten(2)[None]            # (1, B, G, H D)
+            problem = x.flatten(2)[None], positives.flatten(2)[None]  # (1, B, G, H D)
         if weights is not None:
             weights = weights.expand(len(problem[0]), *weights.shape)
         loss = drifting.drifting_loss(*problem, weights, **{name: getattr(o, name) for name in FIELD})

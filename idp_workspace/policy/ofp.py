@@ -1,4 +1,5 @@
 """One-step flow policy with self-consistency and self-guidance (OFP)."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -36,13 +37,13 @@ class OFPPolicy(GeneratorPolicy):
     @dataclasses.dataclass(frozen=True)
     class Options:
         lambda_consistency: float = 1.0
-        lambda_guidance: float = 0.01   # small: g is taken at the network's own chunk and can feed on itself
+        lambda_guidance: float = 0.01  # small: g is taken at the network's own chunk and can feed on itself
         p_drop: float = 0.1
         target_rate: float = 0.999
-        min_interval: float = 0.05      # t - s is at least this in the consistency term, which divides by it
-        full_ratio: float = 0.5         # share of that term's intervals that end at t = 1, where the policy jumps to
-        time_scale: float = 1.0         # the network is told both times multiplied by this
-        warm_start: float = 0.0         # 0: always from noise; published best 0.15
+        min_interval: float = 0.05  # t - s is at least this in the consistency term, which divides by it
+        full_ratio: float = 0.5  # share of that term's intervals that end at t = 1, where the policy jumps to
+        time_scale: float = 1.0  # the network is told both times multiplied by this
+        warm_start: float = 0.0  # 0: always from noise; published best 0.15
 
         def __post_init__(self):
             for name in ("p_drop", "full_ratio", "target_rate", "warm_start"):
@@ -54,9 +55,9 @@ class OFPPolicy(GeneratorPolicy):
     def __init__(self, **arguments: Any):
         super().__init__(**arguments)
         self.target = TargetNetwork(self)
-        self.register_buffer("updates", torch.zeros((), dtype=torch.long))      # of the average
+        self.register_buffer("updates", torch.zeros((), dtype=torch.long))  # of the average
         self.warm_start = self.options.warm_start
-        self.previous: Tensor | None = None     # normalised chunk of the last prediction
+        self.previous: Tensor | None = None  # normalised chunk of the last prediction
 
     def velocity(self, generator: Generator, cond: Tensor, z: Tensor, s: float | Tensor, t: float | Tensor) -> Tensor:
         """u(z, s, t | cond) of the network or of its average."""
@@ -115,7 +116,9 @@ class OFPPolicy(GeneratorPolicy):
             again = uniform_times(len(actions), like=actions)
             z, _ = interpolate(torch.randn_like(actions), z + broadcast(1 - s, z) * y, again)
             slow = self.target.generator
-            guidance = self.velocity(slow, slow_cond, z, again, again) - self.velocity(slow, torch.zeros_like(slow_cond), z, again, again)
+            guidance = self.velocity(slow, slow_cond, z, again, again) - self.velocity(
+                slow, torch.zeros_like(slow_cond), z, again, again
+            )
             target = y + guidance
         return (y - target).square().mean()
 

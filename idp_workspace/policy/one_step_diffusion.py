@@ -1,4 +1,5 @@
 """One-Step Diffusion Policy (OneDP): a diffusion policy distilled into one network call by matching scores."""
+
 from __future__ import annotations
 
 import copy
@@ -37,12 +38,12 @@ class OneStepDiffusionPolicy(DistilledPolicy):
     class Options:
         teacher_checkpoint: str | None = None
         mode: str = "stochastic"
-        noise_scheduler: Any = None         # the teacher's
-        time_scale: float = 1.0             # the teacher's
-        start_step: int = 65                # k0
+        noise_scheduler: Any = None  # the teacher's
+        time_scale: float = 1.0  # the teacher's
+        start_step: int = 65  # k0
         k_min: int = 2
         k_max: int = 95
-        score_weight: float = 1.0           # of psi's loss
+        score_weight: float = 1.0  # of psi's loss
 
         def __post_init__(self):
             check_choices({"mode": self.mode}, {"mode": ("stochastic", "deterministic")})
@@ -50,8 +51,10 @@ class OneStepDiffusionPolicy(DistilledPolicy):
                 raise TypeError("OneStepDiffusionPolicy needs the noise_scheduler of its teacher")
             steps = self.noise_scheduler.config.num_train_timesteps
             if not 0 <= self.k_min <= self.k_max < steps or not 0 <= self.start_step < steps:
-                raise ValueError(f"0 <= k_min={self.k_min} <= k_max={self.k_max} and start_step={self.start_step} must be below the "
-                                 f"{steps} steps of the noise scheduler")
+                raise ValueError(
+                    f"0 <= k_min={self.k_min} <= k_max={self.k_max} and start_step={self.start_step} must be below the "
+                    f"{steps} steps of the noise scheduler"
+                )
 
     def __init__(self, **arguments: Any):
         super().__init__(**arguments)
@@ -77,12 +80,20 @@ class OneStepDiffusionPolicy(DistilledPolicy):
     def take_over(self, teacher: DDPMPolicy) -> None:
         mine, theirs = self.options.noise_scheduler, teacher.noise_scheduler
         if theirs.config.prediction_type != "epsilon":
-            raise TeacherError(f"the teacher predicts {theirs.config.prediction_type}; its noise is needed: train one with prediction_type=epsilon")
-        if mine.alphas_cumprod.shape != theirs.alphas_cumprod.shape or not torch.allclose(mine.alphas_cumprod, theirs.alphas_cumprod):
-            raise TeacherError("the teacher's noise_scheduler has other noise levels than the student's: give both the same section")
+            raise TeacherError(
+                f"the teacher predicts {theirs.config.prediction_type}; its noise is needed: train one with prediction_type=epsilon"
+            )
+        if mine.alphas_cumprod.shape != theirs.alphas_cumprod.shape or not torch.allclose(
+            mine.alphas_cumprod, theirs.alphas_cumprod
+        ):
+            raise TeacherError(
+                "the teacher's noise_scheduler has other noise levels than the student's: give both the same section"
+            )
         if self.options.time_scale != teacher.options.time_scale:
-            raise TeacherError(f"the teacher was trained with time_scale={teacher.options.time_scale}, the student has "
-                               f"{self.options.time_scale}")
+            raise TeacherError(
+                f"the teacher was trained with time_scale={teacher.options.time_scale}, the student has "
+                f"{self.options.time_scale}"
+            )
         super().take_over(teacher)
         if self.options.mode == "stochastic":
             self.score_model.load_state_dict(teacher.model.state_dict())

@@ -1,4 +1,5 @@
 """Behaviour cloning with the squared error."""
+
 from __future__ import annotations
 
 import dataclasses

@@ -1,4 +1,5 @@
 """Straight flow: regression from noise."""
+
 from __future__ import annotations
 
 import torch

@@ -1,4 +1,5 @@
 """TSD, MIP's two-step denoising: both stages see noise in training."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -24,13 +25,15 @@ class TSDPolicy(MIPPolicy):
     def __init__(self, **arguments: Any):
         super().__init__(**arguments)
         if self.options.proposal != Proposal():
-            raise ValueError("proposal: TSD's first stage is always trained from one noise sample; the switches of IDP's proposal have no meaning here")
+            raise ValueError(
+                "proposal: TSD's first stage is always trained from one noise sample; the switches of IDP's proposal have no meaning here"
+            )
 
     def loss(self, cond: Tensor, actions: Tensor) -> Tensor:
         o = self.options
         noisy = actions + (1 - o.t_star) * torch.randn_like(actions)
         first = self.generator(cond, torch.randn_like(actions), 0.0)
         second = self.generator(cond, noisy, o.t_star)
-        share = self.current_lambda() / paper_lambda(o.t_star)      # 1 unless lambda_prox is set or ramped
+        share = self.current_lambda() / paper_lambda(o.t_star)  # 1 unless lambda_prox is set or ramped
         loss = squared_error((first - noisy) / o.t_star) + share * squared_error((second - actions) / (1 - o.t_star))
         return o.loss_scale * loss.mean()

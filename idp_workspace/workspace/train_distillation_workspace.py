@@ -1,4 +1,5 @@
 """Two runs chained by one command: a teacher, then the student that is distilled from it."""
+
 from __future__ import annotations
 
 import pathlib
@@ -20,7 +21,7 @@ def teacher_config(cfg: DictConfig) -> DictConfig:
     overrides = run.pop("teacher")
     policy = overrides.pop("policy")
     run = OmegaConf.merge(run, overrides, {"name": f"{cfg.name}_teacher", "_target_": TEACHER_WORKSPACE})
-    run.policy = policy     # not merged: a student's options mean nothing to its teacher
+    run.policy = policy  # not merged: a student's options mean nothing to its teacher
     return run
 
 
@@ -51,17 +52,22 @@ class TrainDistillationWorkspace(TrainLowdimWorkspace):
         """Train the teacher unless that is done; returns its checkpoint."""
         output = pathlib.Path(self.output_dir).absolute() / "teacher"
         checkpoint = str(output / "checkpoints" / "latest.ckpt")
-        if (output / "summary.json").is_file():        # written at the end of a run
+        if (output / "summary.json").is_file():  # written at the end of a run
             print(f"the teacher is trained: {checkpoint}", flush=True)
             return checkpoint
         if self.cfg.get("teacher") is None:
-            raise TeacherError("policy.teacher_checkpoint is not given and the config has no section `teacher` to train one from")
+            raise TeacherError(
+                "policy.teacher_checkpoint is not given and the config has no section `teacher` to train one from"
+            )
         print(f"training the teacher first, in {output}", flush=True)
         cfg = teacher_config(self.cfg)
         try:
             with keep_random_state():
                 hydra.utils.get_class(cfg._target_)(cfg, output_dir=str(output)).run()
         except SystemExit:
-            print(f"that was the teacher; to continue it and then train the student, use hydra.run.dir={output.parent}", flush=True)
+            print(
+                f"that was the teacher; to continue it and then train the student, use hydra.run.dir={output.parent}",
+                flush=True,
+            )
             raise
         return checkpoint

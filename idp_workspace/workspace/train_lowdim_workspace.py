@@ -1,4 +1,5 @@
 """What the train_*_lowdim configs of the plugin name. The training loop is the host's."""
+
 from diffusion_policy.workspace.train_diffusion_unet_lowdim_workspace import TrainDiffusionUnetLowdimWorkspace
 
 

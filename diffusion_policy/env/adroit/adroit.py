@@ -1,4 +1,5 @@
 """Adroit's tasks observed through a point cloud, with the cameras and crops of DP3."""
+
 from __future__ import annotations
 
 import contextlib
@@ -11,19 +12,40 @@ from diffusion_policy.common.errors import ConfigError, DataError, DataNotFoundE
 from diffusion_policy.env.point_cloud_env import PointCloudEnv, dp3_view, known_task, require
 from diffusion_policy.gym_util.mujoco_point_cloud import choose_renderer
 
-TOP = (0.0, 0.0, 0.0, 1.0)      # looks down, the arm's base at the top of the picture (w, x, y, z)
+TOP = (0.0, 0.0, 0.0, 1.0)  # looks down, the arm's base at the top of the picture (w, x, y, z)
 SLOPED = (0.92388, 0.382683, 0.0, 0.0)
 #: camera: position and quaternion; tilt: degrees about x that turn the camera's view; lift: added to z; floor: the crop's lowest z;
 #: hand: where in qpos the 24 joints of wrist and fingers are; horizon: steps of the simulation.
 TASKS = {
-    "hammer": {"camera": ((0, 0, 1.1), TOP), "tilt": 45, "lift": 1.0, "floor": -0.099, "hand": slice(2, -7), "horizon": 200},
-    "door": {"camera": ((0, 0, 1.5), TOP), "tilt": 45, "lift": 1.0, "floor": -0.499, "hand": slice(4, -2), "horizon": 200},
-    "pen": {"camera": ((0, -0.8, 0.8), SLOPED), "tilt": 0, "lift": 0.0, "floor": -0.79, "hand": slice(0, -6), "horizon": 100},
+    "hammer": {
+        "camera": ((0, 0, 1.1), TOP),
+        "tilt": 45,
+        "lift": 1.0,
+        "floor": -0.099,
+        "hand": slice(2, -7),
+        "horizon": 200,
+    },
+    "door": {
+        "camera": ((0, 0, 1.5), TOP),
+        "tilt": 45,
+        "lift": 1.0,
+        "floor": -0.499,
+        "hand": slice(4, -2),
+        "horizon": 200,
+    },
+    "pen": {
+        "camera": ((0, -0.8, 0.8), SLOPED),
+        "tilt": 0,
+        "lift": 0.0,
+        "floor": -0.79,
+        "hand": slice(0, -6),
+        "horizon": 100,
+    },
 }
 CAMERA, SIZE = "vil_camera", 84
 ACTION_REPEAT = 2
 MAX_STEPS = {name: task["horizon"] // ACTION_REPEAT for name, task in TASKS.items()}
-PEN_ALIGNED = 0.95      # cosine of the angle between pen and goal
+PEN_ALIGNED = 0.95  # cosine of the angle between pen and goal
 
 
 class AdroitEnv(PointCloudEnv):
@@ -43,7 +65,9 @@ class AdroitEnv(PointCloudEnv):
         camera = model.camera(CAMERA).id
         model.cam_pos[camera], model.cam_quat[camera] = self.task["camera"]
         self.steps = 0
-        view = dp3_view(model, self.task["tilt"], 0, (0, 0, self.task["lift"]), (-10, -10, self.task["floor"]), (10, 10, 10))
+        view = dp3_view(
+            model, self.task["tilt"], 0, (0, 0, self.task["lift"]), (-10, -10, self.task["floor"]), (10, 10, 10)
+        )
         self._look(model, self.env.unwrapped.data, CAMERA, SIZE, view, num_points, action_dim=model.nu)
 
     def _reset(self, seed):
@@ -51,7 +75,7 @@ class AdroitEnv(PointCloudEnv):
 
         self.steps = 0
         self.raw, _ = self.env.reset(seed=seed)
-        mujoco.mj_forward(self.env.unwrapped.model, self.env.unwrapped.data)        # or the camera is where it was
+        mujoco.mj_forward(self.env.unwrapped.model, self.env.unwrapped.data)  # or the camera is where it was
 
     def _step(self, action):
         for _ in range(ACTION_REPEAT):
@@ -64,7 +88,9 @@ class AdroitEnv(PointCloudEnv):
         """Whether the goal is reached at this moment."""
         if self.task_name != "pen":
             return bool(info["success"])
-        return bool(np.dot(self.raw[33:36], self.raw[36:39]) > PEN_ALIGNED)       # gymnasium-robotics also asks that it is in place
+        return bool(
+            np.dot(self.raw[33:36], self.raw[36:39]) > PEN_ALIGNED
+        )  # gymnasium-robotics also asks that it is in place
 
     def agent_pos(self):
         return self.env.unwrapped.data.qpos[self.task["hand"]]
@@ -79,8 +105,8 @@ def _import_quietly(name: str):
 class DAPGExpert:
     """A policy of DAPG (Rajeswaran et al. 2018), kept as plain arrays in an .npz file:
 
-        z = (obs - in_shift) / (in_scale + 1e-8)
-        action = clip(out_scale (W2 tanh(W1 tanh(W0 z + b0) + b1) + b2) + out_shift, -1, 1)
+    z = (obs - in_shift) / (in_scale + 1e-8)
+    action = clip(out_scale (W2 tanh(W1 tanh(W0 z + b0) + b1) + b2) + out_shift, -1, 1)
     """
 
     KEYS = ("W0", "b0", "W1", "b1", "W2", "b2", "in_shift", "in_scale", "out_shift", "out_scale")
@@ -90,7 +116,9 @@ class DAPGExpert:
             with np.load(path, allow_pickle=False) as file:
                 missing = [key for key in self.KEYS if key not in file]
                 if missing:
-                    raise DataError(f"{path} is not an expert: it has no {', '.join(missing)} (it has: {', '.join(file)}).")
+                    raise DataError(
+                        f"{path} is not an expert: it has no {', '.join(missing)} (it has: {', '.join(file)})."
+                    )
                 self.weights = {key: file[key].astype(np.float64) for key in self.KEYS}
         except FileNotFoundError:
             raise DataNotFoundError(f"There is no expert at {path}.") from None
@@ -101,7 +129,9 @@ class DAPGExpert:
         sizes = self.weights["W0"].shape[-1], self.weights["b2"].shape[-1]
         wanted = env.env.observation_space.shape[0], env.action_space.shape[0]
         if sizes != wanted:
-            raise ConfigError(f"the expert of {path} observes {sizes[0]} numbers and gives {sizes[1]}; {env.task_name} has {wanted[0]} and {wanted[1]}.")
+            raise ConfigError(
+                f"the expert of {path} observes {sizes[0]} numbers and gives {sizes[1]}; {env.task_name} has {wanted[0]} and {wanted[1]}."
+            )
 
     def get_action(self, raw: np.ndarray) -> np.ndarray:
         w = self.weights

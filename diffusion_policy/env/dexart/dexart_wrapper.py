@@ -1,4 +1,5 @@
 """DexArt's tasks (Bao et al. 2023) observed through a point cloud. DexArt is not on PyPI: `import_dexart` says where it comes from."""
+
 from __future__ import annotations
 
 import contextlib
@@ -18,15 +19,19 @@ TASKS = ("laptop", "faucet", "bucket", "toilet")
 #: Numbers of DexArt's 'state': joints 22, the palm's velocity 3, angular velocity 3 and position 3, (bucket: how upright it is 1,) share of the
 #: horizon that has passed 1.
 STATE_DIM = {"laptop": 32, "faucet": 32, "bucket": 33, "toilet": 32}
-ACTION_DIM = 22     # the arm's velocity 6, the fingers' joints 16
-IMAGINED = 96       # points on the fingers, where the joints say that they are
-OBSERVATIONS = "instance_pc_seg"    # DexArt's name for the clouds, with noise, that its policies and DP3's demonstrations have
-SAPIEN = "2.2"      # the series that DexArt is written for
+ACTION_DIM = 22  # the arm's velocity 6, the fingers' joints 16
+IMAGINED = 96  # points on the fingers, where the joints say that they are
+OBSERVATIONS = (
+    "instance_pc_seg"  # DexArt's name for the clouds, with noise, that its policies and DP3's demonstrations have
+)
+SAPIEN = "2.2"  # the series that DexArt is written for
 SCENE_SEED = 0
 RENDER_SIZE = 256
-INSTALL = ("DexArt is the public GitHub repository Kami-code/dexart-release: clone it and pip install -e . there, which brings SAPIEN 2.2.1 (for "
-           "Python up to 3.11, and numpy<2); put the assets that its README links into the clone as assets/. It needs an NVIDIA GPU with a Vulkan "
-           "driver to render. Training needs none of this: task.env_runner=null trains without evaluating.")
+INSTALL = (
+    "DexArt is the public GitHub repository Kami-code/dexart-release: clone it and pip install -e . there, which brings SAPIEN 2.2.1 (for "
+    "Python up to 3.11, and numpy<2); put the assets that its README links into the clone as assets/. It needs an NVIDIA GPU with a Vulkan "
+    "driver to render. Training needs none of this: task.env_runner=null trains without evaluating."
+)
 
 
 class DexArtEnv(gym.Env):
@@ -52,30 +57,47 @@ class DexArtEnv(gym.Env):
         self.state_dim = state_dim or STATE_DIM[task_name]
         self.objects = list(settings.TRAIN_CONFIG[task_name]["unseen" if use_test_set else "seen"])
         self.camera = settings.EVAL_CAM_NAMES_CONFIG[task_name][0]
-        with contextlib.suppress(ImportError, AttributeError):      # before 0.16, Open3D has no such function
+        with contextlib.suppress(ImportError, AttributeError):  # before 0.16, Open3D has no such function
             import open3d
 
-            open3d.utility.random.seed(SCENE_SEED)      # it chooses the points on the fingers, once for each environment
+            open3d.utility.random.seed(SCENE_SEED)  # it chooses the points on the fingers, once for each environment
         try:
             with isolated_random_state(SCENE_SEED):
-                self.env = create_env(task_name=task_name, use_visual_obs=True, is_eval=True, pc_noise=True, pc_seg=True, index=self.objects,
-                                      img_type="robot", **settings.RANDOM_CONFIG[task_name])
-        except Exception as error:      # each way in which Vulkan, CUDA or a file can be missing has its own
-            raise ConfigError(f"DexArt cannot build {task_name}: {type(error).__name__}: {error}. SAPIEN renders through Vulkan and fetches pictures "
-                              f"through CUDA; and all of DexArt's assets must be there. {INSTALL}") from error
+                self.env = create_env(
+                    task_name=task_name,
+                    use_visual_obs=True,
+                    is_eval=True,
+                    pc_noise=True,
+                    pc_seg=True,
+                    index=self.objects,
+                    img_type="robot",
+                    **settings.RANDOM_CONFIG[task_name],
+                )
+        except Exception as error:  # each way in which Vulkan, CUDA or a file can be missing has its own
+            raise ConfigError(
+                f"DexArt cannot build {task_name}: {type(error).__name__}: {error}. SAPIEN renders through Vulkan and fetches pictures "
+                f"through CUDA; and all of DexArt's assets must be there. {INSTALL}"
+            ) from error
         self.control_hz = round(1 / self.env.control_time_step)
         self.action_space = spaces.Box(-1.0, 1.0, (ACTION_DIM,), np.float32)
-        self.observation_space = spaces.Dict({
-            key: spaces.Box(-np.inf, np.inf, shape, np.float32)
-            for key, shape in (("point_cloud", (num_points, 3)), ("imagin_robot", (IMAGINED, 3)), ("agent_pos", (self.state_dim,)))})
+        self.observation_space = spaces.Dict(
+            {
+                key: spaces.Box(-np.inf, np.inf, shape, np.float32)
+                for key, shape in (
+                    ("point_cloud", (num_points, 3)),
+                    ("imagin_robot", (IMAGINED, 3)),
+                    ("agent_pos", (self.state_dim,)),
+                )
+            }
+        )
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         seed = int(self.np_random.integers(2**31) if seed is None else seed)
         # Of its list, DexArt takes a random object or the one after the last, depending on the task: a list of one leaves it no choice.
         self.env.instance_list = [self.objects[seed % len(self.objects)]]
-        with isolated_random_state(seed):       # where the object stands is drawn from numpy's global generator,
-            self.env.seed(seed)                 # points and noise, at every step, from DexArt's own
+        with isolated_random_state(seed):  # where the object stands is drawn from numpy's global generator,
+            self.env.seed(seed)  # points and noise, at every step, from DexArt's own
             raw = self.env.reset()
         return self._observation(raw), {}
 
@@ -91,35 +113,44 @@ class DexArtEnv(gym.Env):
 
     def _observation(self, raw):
         # Beside the coordinates, points on the fingers have masks, and those of the camera, in DP3's copy, colours.
-        obs = {"point_cloud": raw["instance_1-point_cloud"][:self.num_points, :3], "imagin_robot": raw["imagination_robot"][:, :3],
-               "agent_pos": raw["state"][:self.state_dim]}
+        obs = {
+            "point_cloud": raw["instance_1-point_cloud"][: self.num_points, :3],
+            "imagin_robot": raw["imagination_robot"][:, :3],
+            "agent_pos": raw["state"][: self.state_dim],
+        }
         for key, value in obs.items():
             if not np.isfinite(value).all():
-                raise DataError(f"{key} of DexArt's {self.task_name} is not finite at step {self.env.current_step}: its simulation has come apart, "
-                                "or its renderer is broken.")
+                raise DataError(
+                    f"{key} of DexArt's {self.task_name} is not finite at step {self.env.current_step}: its simulation has come apart, "
+                    "or its renderer is broken."
+                )
         return {key: np.asarray(value, dtype=np.float32) for key, value in obs.items()}
 
     def render(self):
         self.env.scene.update_render()
         camera = self.env.cameras[self.camera]
         camera.take_picture()
-        picture = np.clip(camera.get_color_rgba()[..., :3], 0, 1)       # (1000, 1000, 3)
+        picture = np.clip(camera.get_color_rgba()[..., :3], 0, 1)  # (1000, 1000, 3)
         return cv2.resize((255 * picture).astype(np.uint8), (RENDER_SIZE, RENDER_SIZE), interpolation=cv2.INTER_AREA)
 
     def close(self):
-        self.env = None     # DexArt frees the scene once nobody knows it any more
+        self.env = None  # DexArt frees the scene once nobody knows it any more
 
 
 def check_task(task_name, num_points, state_dim=None):
     """DexArt's `create_env` and `task_setting`, once it is known that they can deliver this; nothing is built, no GPU is touched."""
     known_task(task_name, TASKS, "DexArt")
     if state_dim is not None and not 1 <= state_dim <= STATE_DIM[task_name]:
-        raise ConfigError(f"DexArt's {task_name} has {STATE_DIM[task_name]} numbers of state, {state_dim} are asked for: change task.state_dim.")
+        raise ConfigError(
+            f"DexArt's {task_name} has {STATE_DIM[task_name]} numbers of state, {state_dim} are asked for: change task.state_dim."
+        )
     create_env, settings = import_dexart()
     points = settings.OBS_CONFIG[OBSERVATIONS]["instance_1"]["point_cloud"]["num_points"]
     if not 1 <= num_points <= points:
-        raise ConfigError(f"this DexArt delivers {points} points, {num_points} are asked for: set task.num_points to at most {points}, or install "
-                          "DP3's copy of DexArt (third_party/dexart-release of YanjieZe/3D-Diffusion-Policy), which delivers 1024.")
+        raise ConfigError(
+            f"this DexArt delivers {points} points, {num_points} are asked for: set task.num_points to at most {points}, or install "
+            "DP3's copy of DexArt (third_party/dexart-release of YanjieZe/3D-Diffusion-Policy), which delivers 1024."
+        )
     return create_env, settings
 
 
@@ -130,14 +161,20 @@ def import_dexart():
         if version.rpartition(".")[0] != SAPIEN:
             raise ConfigError(f"DexArt needs SAPIEN {SAPIEN}, and {version} is installed. {INSTALL}")
         with_numpy = importlib.metadata.version("numpy")
-        if int(with_numpy.partition(".")[0]) >= 2:      # binaries of that age read its arrays wrongly: Pose().q is (1, 1, 1, 1)
-            raise ConfigError(f"SAPIEN {version} computes wrong poses, without notice, with numpy {with_numpy}: pip install 'numpy<2'. {INSTALL}")
+        if (
+            int(with_numpy.partition(".")[0]) >= 2
+        ):  # binaries of that age read its arrays wrongly: Pose().q is (1, 1, 1, 1)
+            raise ConfigError(
+                f"SAPIEN {version} computes wrong poses, without notice, with numpy {with_numpy}: pip install 'numpy<2'. {INSTALL}"
+            )
     try:
         from dexart.env import task_setting
         from dexart.env.create_env import create_env
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError) and error.name:
-            raise ConfigError(f"DexArt's tasks need the package {error.name.partition('.')[0]}, which is not installed. {INSTALL}") from error
+            raise ConfigError(
+                f"DexArt's tasks need the package {error.name.partition('.')[0]}, which is not installed. {INSTALL}"
+            ) from error
         raise ConfigError(f"DexArt cannot be imported: {error}. {INSTALL}") from error
     assets = pathlib.Path(task_setting.__file__).resolve().parents[2] / "assets"
     missing = [name for name in ("annotation", "robot", "sapien") if not (assets / name).is_dir()]

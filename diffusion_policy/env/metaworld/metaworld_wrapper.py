@@ -1,4 +1,5 @@
 """MetaWorld's tasks observed through a point cloud, in DP3's frame and crop."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -8,21 +9,58 @@ from diffusion_policy.gym_util.mujoco_point_cloud import choose_renderer
 
 #: By difficulty. The paper's tables have all but push-back.
 LEVELS = {
-    "easy": ("button-press", "button-press-topdown", "button-press-topdown-wall", "button-press-wall", "coffee-button", "dial-turn", "door-close",
-             "door-lock", "door-open", "door-unlock", "drawer-close", "drawer-open", "faucet-close", "faucet-open", "handle-press",
-             "handle-press-side", "handle-pull", "handle-pull-side", "lever-pull", "plate-slide", "plate-slide-back", "plate-slide-back-side",
-             "plate-slide-side", "reach", "reach-wall", "window-close", "window-open", "peg-unplug-side"),
-    "medium": ("basketball", "bin-picking", "box-close", "coffee-pull", "coffee-push", "hammer", "peg-insert-side", "push-wall", "soccer", "sweep",
-               "sweep-into"),
+    "easy": (
+        "button-press",
+        "button-press-topdown",
+        "button-press-topdown-wall",
+        "button-press-wall",
+        "coffee-button",
+        "dial-turn",
+        "door-close",
+        "door-lock",
+        "door-open",
+        "door-unlock",
+        "drawer-close",
+        "drawer-open",
+        "faucet-close",
+        "faucet-open",
+        "handle-press",
+        "handle-press-side",
+        "handle-pull",
+        "handle-pull-side",
+        "lever-pull",
+        "plate-slide",
+        "plate-slide-back",
+        "plate-slide-back-side",
+        "plate-slide-side",
+        "reach",
+        "reach-wall",
+        "window-close",
+        "window-open",
+        "peg-unplug-side",
+    ),
+    "medium": (
+        "basketball",
+        "bin-picking",
+        "box-close",
+        "coffee-pull",
+        "coffee-push",
+        "hammer",
+        "peg-insert-side",
+        "push-wall",
+        "soccer",
+        "sweep",
+        "sweep-into",
+    ),
     "hard": ("assembly", "hand-insert", "pick-out-of-hole", "pick-place", "push", "push-back"),
     "very_hard": ("shelf-place", "disassemble", "stick-pull", "stick-push", "pick-place-wall"),
 }
 TASKS = tuple(task for tasks in LEVELS.values() for task in tasks)
 
 CAMERA, CAMERA_POSITION, SIZE = "corner2", (0.6, 0.295, 0.8), 128
-NEAR, FAR = 0.1, 1.5        # clipping planes, in units of the scene's extent
-TILT = (61.4, -7.0)         # degrees that turn the camera's view until z is up
-LOW, HIGH = (-0.5, -1.5, -0.795), (1.0, -0.4, 100.0)        # leaves the table's surface out
+NEAR, FAR = 0.1, 1.5  # clipping planes, in units of the scene's extent
+TILT = (61.4, -7.0)  # degrees that turn the camera's view until z is up
+LOW, HIGH = (-0.5, -1.5, -0.795), (1.0, -0.4, 100.0)  # leaves the table's surface out
 MAX_STEPS = 200
 
 
@@ -41,13 +79,15 @@ class MetaWorldEnv(PointCloudEnv):
         from metaworld.env_dict import ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE
 
         self.env = ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE[f"{self.task_name}-v3-goal-observable"](seed=0)
-        self.env._freeze_rand_vec = False       # a new start at every reset,
-        self.env.seeded_rand_vec = True         # drawn from the environment's own numbers
+        self.env._freeze_rand_vec = False  # a new start at every reset,
+        self.env.seeded_rand_vec = True  # drawn from the environment's own numbers
         self.terminate_on_success = terminate_on_success
         model = self.env.model
         model.cam_pos[model.camera(CAMERA).id] = CAMERA_POSITION
         model.vis.map.znear, model.vis.map.zfar = NEAR, FAR
-        self._look(model, self.env.data, CAMERA, SIZE, dp3_view(model, *TILT, (0, 0, 0), LOW, HIGH), num_points, action_dim=4)
+        self._look(
+            model, self.env.data, CAMERA, SIZE, dp3_view(model, *TILT, (0, 0, 0), LOW, HIGH), num_points, action_dim=4
+        )
 
     def _reset(self, seed):
         import mujoco
@@ -55,7 +95,7 @@ class MetaWorldEnv(PointCloudEnv):
         if seed is not None:
             self.env.seed(seed)
         self.raw, _ = self.env.reset()
-        mujoco.mj_forward(self.env.model, self.env.data)       # or the camera is where it was
+        mujoco.mj_forward(self.env.model, self.env.data)  # or the camera is where it was
         self._place_markers()
 
     def _step(self, action):
@@ -65,7 +105,7 @@ class MetaWorldEnv(PointCloudEnv):
         return solved, solved and self.terminate_on_success
 
     def render(self):
-        return np.ascontiguousarray(super().render()[::-1, ::-1])      # the camera is mounted upside down
+        return np.ascontiguousarray(super().render()[::-1, ::-1])  # the camera is mounted upside down
 
     def _place_markers(self):
         """Marks of the goal, which the camera sees, are put into their place by `step` too early, and by `reset` not at all."""
@@ -73,7 +113,13 @@ class MetaWorldEnv(PointCloudEnv):
             self.env._set_pos_site(*site)
 
     def agent_pos(self):
-        return np.concatenate([self.env.get_endeff_pos(), self.env._get_site_pos("rightEndEffector"), self.env._get_site_pos("leftEndEffector")])
+        return np.concatenate(
+            [
+                self.env.get_endeff_pos(),
+                self.env._get_site_pos("rightEndEffector"),
+                self.env._get_site_pos("leftEndEffector"),
+            ]
+        )
 
 
 def expert_policy(task_name: str):

@@ -1,4 +1,5 @@
 """PushT: a round agent pushes a T-shaped block onto a goal pose, simulated in 2D."""
+
 import math
 
 import gymnasium as gym
@@ -48,8 +49,16 @@ class PushTEnv(gym.Env):
     control_hz = 10
     k_p, k_v = 100, 20
 
-    def __init__(self, legacy=False, block_cog=None, damping=None, render_action=True, render_size=96,
-                 reset_to_state=None, render_mode="rgb_array"):
+    def __init__(
+        self,
+        legacy=False,
+        block_cog=None,
+        damping=None,
+        render_action=True,
+        render_size=96,
+        reset_to_state=None,
+        render_mode="rgb_array",
+    ):
         self.legacy = legacy
         self.block_cog = block_cog
         self.damping = damping
@@ -84,9 +93,13 @@ class PushTEnv(gym.Env):
             state = self.reset_to_state
         if state is None:
             draw = np.random.RandomState(self._seed)
-            state = [draw.randint(50, 450), draw.randint(50, 450),
-                     draw.randint(100, 400), draw.randint(100, 400),
-                     draw.randn() * 2 * np.pi - np.pi]
+            state = [
+                draw.randint(50, 450),
+                draw.randint(50, 450),
+                draw.randint(100, 400),
+                draw.randint(100, 400),
+                draw.randn() * 2 * np.pi - np.pi,
+            ]
         self._set_state(state)
         return self._get_obs(), self._get_info()
 
@@ -132,8 +145,11 @@ class PushTEnv(gym.Env):
         self.space.add(self.block, *shapes)
         if self.block_cog is not None:
             self.block.center_of_gravity = tuple(self.block_cog)
-        for shape, color in [*((wall, WALL_COLOR) for wall in walls), (circle, AGENT_COLOR),
-                             *((shape, BLOCK_COLOR) for shape in shapes)]:
+        for shape, color in [
+            *((wall, WALL_COLOR) for wall in walls),
+            (circle, AGENT_COLOR),
+            *((shape, BLOCK_COLOR) for shape in shapes),
+        ]:
             shape.color = color
 
         if hasattr(self.space, "on_collision"):
@@ -210,6 +226,7 @@ class PushTEnv(gym.Env):
         """Frame (render_size, render_size, 3) uint8, with or without the last action's cross."""
         if self._renderer is None:
             from diffusion_policy.env.pusht.pusht_render import Renderer
+
             self._renderer = Renderer()
         frame = self._renderer.draw(self.space, tuple(self.goal_pose.tolist()), self.render_size)
         if mark_action and self.latest_action is not None:

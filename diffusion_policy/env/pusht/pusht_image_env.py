@@ -1,4 +1,5 @@
 """PushT observed through a camera image and the agent's position."""
+
 import numpy as np
 from gymnasium import spaces
 
@@ -12,15 +13,24 @@ class PushTImageEnv(PushTEnv):
     'agent_pos': (2,) pixels}. `render()` returns the same picture with the cross.
     """
 
-    def __init__(self, legacy=False, block_cog=None, damping=None, render_size=96,
-                 reset_to_state=None, render_mode="rgb_array"):
-        super().__init__(legacy=legacy, block_cog=block_cog, damping=damping, render_action=False,
-                         render_size=render_size, reset_to_state=reset_to_state,
-                         render_mode=render_mode)
-        self.observation_space = spaces.Dict({
-            "image": spaces.Box(0.0, 1.0, shape=(3, render_size, render_size), dtype=np.float32),
-            "agent_pos": spaces.Box(0.0, float(WINDOW), shape=(2,), dtype=np.float64),
-        })
+    def __init__(
+        self, legacy=False, block_cog=None, damping=None, render_size=96, reset_to_state=None, render_mode="rgb_array"
+    ):
+        super().__init__(
+            legacy=legacy,
+            block_cog=block_cog,
+            damping=damping,
+            render_action=False,
+            render_size=render_size,
+            reset_to_state=reset_to_state,
+            render_mode=render_mode,
+        )
+        self.observation_space = spaces.Dict(
+            {
+                "image": spaces.Box(0.0, 1.0, shape=(3, render_size, render_size), dtype=np.float32),
+                "agent_pos": spaces.Box(0.0, float(WINDOW), shape=(2,), dtype=np.float64),
+            }
+        )
 
     def _get_obs(self):
         self._frame = self._render_frame(mark_action=False)

@@ -1,4 +1,5 @@
 """PushT observed through keypoints on the block (and, if asked for, on the agent)."""
+
 import numpy as np
 from gymnasium import spaces
 
@@ -7,22 +8,26 @@ from diffusion_policy.env.pusht.pusht_env import WINDOW, PushTEnv
 # Upstream draws the T, samples points of its mask far from each other (generator seed 0) and adds
 # jitter. The outcome is fixed and the published `keypoint` arrays contain exactly these points, so
 # they are kept as numbers: no image library is needed, and no library version can move them.
-BLOCK_KEYPOINTS = np.array([
-    [9.269786713763871, 90.04097352393619],
-    [-60.983472364471474, -1.1867297607997276],
-    [60.91275557727772, -1.3933642242328201],
-    [-0.2705034390160016, 25.54362499146542],
-    [-14.064927576212233, 122.81585355412153],
-    [39.002738500170146, 32.857404276587566],
-    [-39.966414424694534, 32.729655446429945],
-    [-16.82434437939744, 62.86317892234989],
-    [23.54146122024909, -1.7002881094626152],
-])
-AGENT_KEYPOINTS = np.array([
-    [-9.57731277880234, 3.028319671145463],
-    [14.124283276499565, -2.32937558530637],
-    [-1.35281048842575, -14.384614888518746],
-])
+BLOCK_KEYPOINTS = np.array(
+    [
+        [9.269786713763871, 90.04097352393619],
+        [-60.983472364471474, -1.1867297607997276],
+        [60.91275557727772, -1.3933642242328201],
+        [-0.2705034390160016, 25.54362499146542],
+        [-14.064927576212233, 122.81585355412153],
+        [39.002738500170146, 32.857404276587566],
+        [-39.966414424694534, 32.729655446429945],
+        [-16.82434437939744, 62.86317892234989],
+        [23.54146122024909, -1.7002881094626152],
+    ]
+)
+AGENT_KEYPOINTS = np.array(
+    [
+        [-9.57731277880234, 3.028319671145463],
+        [14.124283276499565, -2.32937558530637],
+        [-1.35281048842575, -14.384614888518746],
+    ]
+)
 COLORS = {"block": (31, 119, 180), "agent": (255, 127, 14)}
 
 
@@ -41,13 +46,30 @@ class PushTKeypointsEnv(PushTEnv):
         The others: see `PushTEnv`.
     """
 
-    def __init__(self, legacy=False, block_cog=None, damping=None, render_size=96,
-                 keypoint_visible_rate=1.0, agent_keypoints=False, draw_keypoints=False,
-                 reset_to_state=None, render_action=True, local_keypoint_map=None, color_map=None,
-                 render_mode="rgb_array"):
-        super().__init__(legacy=legacy, block_cog=block_cog, damping=damping,
-                         render_action=render_action, render_size=render_size,
-                         reset_to_state=reset_to_state, render_mode=render_mode)
+    def __init__(
+        self,
+        legacy=False,
+        block_cog=None,
+        damping=None,
+        render_size=96,
+        keypoint_visible_rate=1.0,
+        agent_keypoints=False,
+        draw_keypoints=False,
+        reset_to_state=None,
+        render_action=True,
+        local_keypoint_map=None,
+        color_map=None,
+        render_mode="rgb_array",
+    ):
+        super().__init__(
+            legacy=legacy,
+            block_cog=block_cog,
+            damping=damping,
+            render_action=render_action,
+            render_size=render_size,
+            reset_to_state=reset_to_state,
+            render_mode=render_mode,
+        )
         params = self.genenerate_keypoint_manager_params()
         self.local_keypoint_map = local_keypoint_map or params["local_keypoint_map"]
         self.color_map = color_map or params["color_map"]
@@ -86,8 +108,10 @@ class PushTKeypointsEnv(PushTEnv):
         visible = self.np_random.random(len(points)) < self.keypoint_visible_rate
         if self.draw_keypoints:
             n_block = len(keypoints["block"])
-            self._drawn_keypoints = {"block": points[:n_block][visible[:n_block]],
-                                     "agent": points[n_block:][visible[n_block:]]}
+            self._drawn_keypoints = {
+                "block": points[:n_block][visible[:n_block]],
+                "agent": points[n_block:][visible[n_block:]],
+            }
         if not self.agent_keypoints:
             points = np.concatenate([points, [self.agent.position]])
             visible = np.append(visible, True)

@@ -1,4 +1,5 @@
 """Drawing of PushT scenes, off screen: pygame surfaces need neither a display nor `pygame.init`."""
+
 import os
 
 os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
@@ -55,8 +56,9 @@ class Renderer(pymunk.SpaceDebugDrawOptions):
             return
         scale = radius / (dx * dx + dy * dy) ** 0.5
         ox, oy = round(dy * scale), round(dx * scale)
-        pygame.draw.polygon(self.surface, color, [(ax - ox, ay - oy), (ax + ox, ay + oy),
-                                                  (bx + ox, by + oy), (bx - ox, by - oy)])
+        pygame.draw.polygon(
+            self.surface, color, [(ax - ox, ay - oy), (ax + ox, ay + oy), (bx + ox, by + oy), (bx - ox, by - oy)]
+        )
         pygame.draw.circle(self.surface, color, (ax, ay), round(radius))
         pygame.draw.circle(self.surface, color, (bx, by), round(radius))
 
@@ -73,8 +75,14 @@ class Renderer(pymunk.SpaceDebugDrawOptions):
         """Draw a red cross at `action` (2,) pixels of the window onto `frame`, in place."""
         size = frame.shape[0]
         x, y = (int(float(v) / WINDOW * size) for v in action)
-        cv2.drawMarker(frame, (x, y), (255, 0, 0), markerType=cv2.MARKER_CROSS,
-                       markerSize=int(8 / 96 * size), thickness=max(1, int(1 / 96 * size)))
+        cv2.drawMarker(
+            frame,
+            (x, y),
+            (255, 0, 0),
+            markerType=cv2.MARKER_CROSS,
+            markerSize=int(8 / 96 * size),
+            thickness=max(1, int(1 / 96 * size)),
+        )
 
     @staticmethod
     def mark_keypoints(frame, keypoints, color):

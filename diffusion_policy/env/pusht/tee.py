@@ -5,6 +5,7 @@ four pairs of rectangles. Seen from one T its rectangles are aligned with the ax
 pair a convex polygon cut by four axis-aligned lines: exact, and several times faster than general
 polygon set operations.
 """
+
 import math
 
 # (xmin, ymin, xmax, ymax), pixels
@@ -72,8 +73,7 @@ def _cut(polygon, axis, bound, sign):
     for point, h in zip(polygon, heights):
         if (h_before < 0.0) != (h < 0.0):
             t = h_before / (h_before - h)
-            kept.append((before[0] + t * (point[0] - before[0]),
-                         before[1] + t * (point[1] - before[1])))
+            kept.append((before[0] + t * (point[0] - before[0]), before[1] + t * (point[1] - before[1])))
         if h >= 0.0:
             kept.append(point)
         before, h_before = point, h

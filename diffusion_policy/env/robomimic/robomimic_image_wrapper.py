@@ -1,4 +1,5 @@
 """robomimic's tasks observed through cameras."""
+
 import numpy as np
 from gymnasium import spaces
 
@@ -23,21 +24,32 @@ class RobomimicImageWrapper(RobomimicWrapper):
         cameras = {key: key.removesuffix(SUFFIX) for key in self.image_keys}
         for key, camera in cameras.items():
             if not key.endswith(SUFFIX) or camera not in env.camera_names():
-                raise ConfigError(f"shape_meta has the picture {key!r}, but {env.name} has only the cameras {', '.join(env.camera_names())} "
-                                  f"(a key is the camera's name and {SUFFIX}).")
+                raise ConfigError(
+                    f"shape_meta has the picture {key!r}, but {env.name} has only the cameras {', '.join(env.camera_names())} "
+                    f"(a key is the camera's name and {SUFFIX})."
+                )
         if render_obs_key not in self.image_keys:
-            raise ConfigError(f"render_obs_key {render_obs_key!r} is none of the pictures {', '.join(self.image_keys)}.")
+            raise ConfigError(
+                f"render_obs_key {render_obs_key!r} is none of the pictures {', '.join(self.image_keys)}."
+            )
         self.cameras, self.render_obs_key = cameras, render_obs_key
         raw = env.get_observation()
         self.require(raw, [key for key in self.shapes if key not in cameras])
         for key, shape in self.shapes.items():
             if key not in cameras and raw[key].shape != shape:
-                raise ConfigError(f"shape_meta says that {key} has the shape {shape}, in {env.name} it has {raw[key].shape}.")
-        self.observation_space = spaces.Dict({
-            key: spaces.Box(0, 255, shape, np.uint8) if key in cameras else spaces.Box(-np.inf, np.inf, shape, np.float32)
-            for key, shape in self.shapes.items()})
+                raise ConfigError(
+                    f"shape_meta says that {key} has the shape {shape}, in {env.name} it has {raw[key].shape}."
+                )
+        self.observation_space = spaces.Dict(
+            {
+                key: spaces.Box(0, 255, shape, np.uint8)
+                if key in cameras
+                else spaces.Box(-np.inf, np.inf, shape, np.float32)
+                for key, shape in self.shapes.items()
+            }
+        )
         self.observing = True
-        self._seen, self._pictures = False, {}      # whether the last observation's pictures are new; the last pictures
+        self._seen, self._pictures = False, {}  # whether the last observation's pictures are new; the last pictures
 
     def reset(self, *, seed=None, options=None):
         self.observing = True
@@ -47,8 +59,12 @@ class RobomimicImageWrapper(RobomimicWrapper):
         raw = self.env.get_observation() if raw is None else raw
         self._seen = self.observing
         if self.observing:
-            self._pictures = {key: np.ascontiguousarray(self._picture(key).transpose(2, 0, 1)) for key in self.image_keys}
-        return {key: self._pictures[key] if key in self._pictures else raw[key].astype(np.float32) for key in self.shapes}
+            self._pictures = {
+                key: np.ascontiguousarray(self._picture(key).transpose(2, 0, 1)) for key in self.image_keys
+            }
+        return {
+            key: self._pictures[key] if key in self._pictures else raw[key].astype(np.float32) for key in self.shapes
+        }
 
     def _picture(self, key):
         _, height, width = self.shapes[key]

@@ -1,4 +1,5 @@
 """What the wrappers for low-dimensional and for image observations share."""
+
 from __future__ import annotations
 
 import gymnasium as gym
@@ -23,7 +24,9 @@ class RobomimicWrapper(gym.Env):
     metadata = {"render_modes": ["rgb_array"]}
     render_mode = "rgb_array"
 
-    def __init__(self, env, init_state=None, render_hw=(256, 256), render_camera_name="agentview", terminate_on_success=False):
+    def __init__(
+        self, env, init_state=None, render_hw=(256, 256), render_camera_name="agentview", terminate_on_success=False
+    ):
         self.env = env
         self.init_state = init_state
         self.render_hw = tuple(render_hw)
@@ -51,7 +54,9 @@ class RobomimicWrapper(gym.Env):
     def require(self, raw, keys):
         missing = [key for key in keys if key not in raw]
         if missing:
-            raise ConfigError(f"the environment {self.env.name} has no observation {', '.join(missing)}; it has: {', '.join(sorted(raw))}.")
+            raise ConfigError(
+                f"the environment {self.env.name} has no observation {', '.join(missing)}; it has: {', '.join(sorted(raw))}."
+            )
 
     def render(self):
         height, width = self.render_hw

@@ -5,6 +5,7 @@ EnvRobosuite. What differs: `step` returns the observation of the moment after i
 fixed things of a scene, such as the size of Lift's cube, which robosuite draws anew for every environment, are the same in all of them;
 and `start_at` begins an episode in a given state.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -12,14 +13,13 @@ import copy
 import importlib.metadata
 import json
 import logging
-import os
 
 import numpy as np
 
 from diffusion_policy.common.errors import ConfigError, DataError
 from diffusion_policy.gym_util.mujoco_point_cloud import choose_renderer, no_renderer
 
-ROBOSUITE = "1.5"       # the series whose controllers, observations and states are known to be read rightly
+ROBOSUITE = "1.5"  # the series whose controllers, observations and states are known to be read rightly
 INSTALL = "Install the simulators with: pip install -e .[robomimic]"
 # In these, robosuite 1.5 puts the numbers of 'object' into another order than 1.4 did.
 REORDERED = ("PickPlaceCan", "NutAssemblySquare", "ToolHang", "TwoArmTransport")
@@ -33,11 +33,13 @@ def import_robosuite():
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError(f"This task needs robosuite, which is not installed. {INSTALL}") from None
     if version.rpartition(".")[0] != ROBOSUITE:
-        raise ConfigError(f"This task needs robosuite {ROBOSUITE}, and {version} is installed; observations and controllers of other versions "
-                          f"differ. {INSTALL}")
+        raise ConfigError(
+            f"This task needs robosuite {ROBOSUITE}, and {version} is installed; observations and controllers of other versions "
+            f"differ. {INSTALL}"
+        )
     choose_renderer()
     level = logging.root.manager.disable
-    logging.disable(logging.WARNING)     # advice about optional parts, a dozen lines in every process
+    logging.disable(logging.WARNING)  # advice about optional parts, a dozen lines in every process
     try:
         import robosuite
     except ImportError as error:
@@ -62,13 +64,21 @@ class RobosuiteTask:
         self.env_args = check_env_args(env_args)
         self.name = self.env_args["env_name"]
         if self.name not in robosuite.ALL_ENVIRONMENTS:
-            raise ConfigError(f"env_args name the environment {self.name!r}, which robosuite does not have; it has: "
-                              f"{', '.join(sorted(robosuite.ALL_ENVIRONMENTS))}.")
+            raise ConfigError(
+                f"env_args name the environment {self.name!r}, which robosuite does not have; it has: "
+                f"{', '.join(sorted(robosuite.ALL_ENVIRONMENTS))}."
+            )
         kwargs = copy.deepcopy(self.env_args["env_kwargs"])
         kwargs["controller_configs"] = self._controllers(kwargs, abs_action)
         # A soft reset is fifty times faster than loading the model again, and leads to the same states.
-        kwargs.update(has_renderer=False, has_offscreen_renderer=render_offscreen, use_camera_obs=False, use_object_obs=True, ignore_done=True,
-                      hard_reset=False)
+        kwargs.update(
+            has_renderer=False,
+            has_offscreen_renderer=render_offscreen,
+            use_camera_obs=False,
+            use_object_obs=True,
+            ignore_done=True,
+            hard_reset=False,
+        )
         kwargs.setdefault("renderer", "mjviewer")
         for key in ("camera_names", "camera_heights", "camera_widths", "camera_depths", "camera_segmentations"):
             kwargs.pop(key, None)
@@ -86,14 +96,24 @@ class RobosuiteTask:
 
         robots = kwargs.get("robots")
         if not robots:
-            raise DataError("env_args name no robots, so the environment cannot be built; the file is not robomimic's, or damaged.")
+            raise DataError(
+                "env_args name no robots, so the environment cannot be built; the file is not robomimic's, or damaged."
+            )
         configs = kwargs.get("controller_configs")
         config = configs[0] if isinstance(configs, (list, tuple)) and configs else configs
         if not isinstance(config, dict):
-            raise DataError(f"env_args have no controller_configs for {self.name}, so the meaning of its actions is unknown.")
-        if "body_parts" not in config:      # as robosuite 1.4 wrote it: one arm's controller, always in the world's frame
-            config = {**config, "input_ref_frame": "world", "input_type": "delta" if config.get("control_delta", True) else "absolute"}
-            config = refactor_composite_controller_config(config, (robots if isinstance(robots, str) else robots[0]).lower(), ["right"])
+            raise DataError(
+                f"env_args have no controller_configs for {self.name}, so the meaning of its actions is unknown."
+            )
+        if "body_parts" not in config:  # as robosuite 1.4 wrote it: one arm's controller, always in the world's frame
+            config = {
+                **config,
+                "input_ref_frame": "world",
+                "input_type": "delta" if config.get("control_delta", True) else "absolute",
+            }
+            config = refactor_composite_controller_config(
+                config, (robots if isinstance(robots, str) else robots[0]).lower(), ["right"]
+            )
         config = copy.deepcopy(config)
         # A Panda has one arm: what is said of other limbs is only warned about.
         config["body_parts"] = {name: part for name, part in config["body_parts"].items() if name == "right"}
@@ -109,7 +129,7 @@ class RobosuiteTask:
             return robosuite.make(self.name, **kwargs)
         except TypeError as error:
             raise ConfigError(f"robosuite cannot build {self.name} from these env_args: {error}") from error
-        except Exception as error:      # each way in which OpenGL can be missing has its own
+        except Exception as error:  # each way in which OpenGL can be missing has its own
             if not render_offscreen:
                 raise
             raise no_renderer(f"Pictures of {self.name}", error) from error
@@ -119,14 +139,16 @@ class RobosuiteTask:
         """A new start, the same for the same seed -> its observation."""
         with seeded(seed):
             self.env.reset()
-        return self.get_observation()   # not what reset returned: it has zeros where poses relative to the hand belong
+        return self.get_observation()  # not what reset returned: it has zeros where poses relative to the hand belong
 
     def reset_to(self, state: dict) -> dict:
         """state: {'states': (n,) flat state of the simulator} -> its observation."""
         flat = np.asarray(state["states"], dtype=np.float64)
         size = self.get_state()["states"].size
         if flat.shape != (size,):
-            raise DataError(f"a state of {self.name} has {size} numbers, this one {flat.size}: it is of another task or version of robosuite.")
+            raise DataError(
+                f"a state of {self.name} has {size} numbers, this one {flat.size}: it is of another task or version of robosuite."
+            )
         self.env.sim.set_state_from_flattened(flat)
         self.env.sim.forward()
         return self.get_observation()
@@ -137,11 +159,13 @@ class RobosuiteTask:
         Beyond `reset_to`: an arm's controller draws its redundant joint to the posture it had after the last reset, which a state does
         not hold. Without it, replayed demonstrations drift apart, and one in ten of Lift fails.
         """
-        self.reset(seed=0)      # ends what the last episode left in the grippers; the seed keeps numpy's own random numbers as they are
+        self.reset(
+            seed=0
+        )  # ends what the last episode left in the grippers; the seed keeps numpy's own random numbers as they are
         self.reset_to(state)
         for controller in self.controllers():
             controller.update_initial_joints(self.env.sim.data.qpos[controller.qpos_index])
-        return self.get_observation()   # a second time: see there
+        return self.get_observation()  # a second time: see there
 
     def step(self, action):
         """action (Da,) -> observation, reward 1 or 0, False, info"""
@@ -159,7 +183,11 @@ class RobosuiteTask:
         """
         raw = self.env._get_observations(force_update=True)
         robots = tuple(robot.robot_model.naming_prefix for robot in self.env.robots)
-        obs = {key: np.array(value) for key, value in raw.items() if key.startswith(robots) and not key.endswith("proprio-state")}
+        obs = {
+            key: np.array(value)
+            for key, value in raw.items()
+            if key.startswith(robots) and not key.endswith("proprio-state")
+        }
         return {"object": np.array(raw["object-state"]), **obs}
 
     def render(self, mode="rgb_array", height=84, width=84, camera_name="agentview") -> np.ndarray:
@@ -213,14 +241,21 @@ def check_env_args(env_args) -> dict:
             env_args = json.loads(env_args)
         except ValueError as error:
             raise DataError(f"the dataset's env_args are not JSON: {error}") from error
-    if not isinstance(env_args, dict) or not isinstance(env_args.get("env_name"), str) or not isinstance(env_args.get("env_kwargs"), dict):
-        raise DataError("env_args must hold env_name and env_kwargs; these are not of a robomimic dataset of robosuite.")
+    if (
+        not isinstance(env_args, dict)
+        or not isinstance(env_args.get("env_name"), str)
+        or not isinstance(env_args.get("env_kwargs"), dict)
+    ):
+        raise DataError(
+            "env_args must hold env_name and env_kwargs; these are not of a robomimic dataset of robosuite."
+        )
     version = str(env_args.get("env_version") or env_args.get("version") or "")
     if version and version.rpartition(".")[0] != ROBOSUITE and env_args["env_name"] in REORDERED:
         raise ConfigError(
             f"These demonstrations of {env_args['env_name']} were recorded with robosuite {version}; {ROBOSUITE} puts the numbers of the observation "
             "'object' into another order, so a policy would be misled without notice. Take the files for 1.5: "
-            "python -m diffusion_policy.scripts.download robomimic")
+            "python -m diffusion_policy.scripts.download robomimic"
+        )
     return env_args
 
 

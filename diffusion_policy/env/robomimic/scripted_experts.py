@@ -3,33 +3,64 @@
 An expert is a small state machine: in every stage the hand is drawn to a point above, at or away from the object, and the stage ends when
 it is there. Heights, offsets and speed are drawn anew for each episode, so that demonstrations differ as those of people do.
 """
+
 from __future__ import annotations
 
 import numpy as np
 
 from diffusion_policy.common.errors import ConfigError
 
-REACH = 0.05            # metres that an action of 1 asks for; the controllers in `env_args` have the same number
-TURN = 0.5              # radians, likewise
+REACH = 0.05  # metres that an action of 1 asks for; the controllers in `env_args` have the same number
+TURN = 0.5  # radians, likewise
 OPEN, CLOSE = -1.0, 1.0
 
 
 def env_args(task: str) -> dict:
     """What a dataset of this task, recorded here, says of its environment: as robomimic's for robosuite 1.5, in the world's frame."""
-    arm = {"type": "OSC_POSE", "input_max": 1, "input_min": -1, "output_max": [REACH] * 3 + [TURN] * 3, "output_min": [-REACH] * 3 + [-TURN] * 3,
-           "kp": 150, "damping_ratio": 1, "impedance_mode": "fixed", "kp_limits": [0, 300], "damping_ratio_limits": [0, 10],
-           "position_limits": None, "orientation_limits": None, "uncouple_pos_ori": True, "input_type": "delta", "input_ref_frame": "world",
-           "interpolation": None, "ramp_ratio": 0.2, "gripper": {"type": "GRIP"}}
+    arm = {
+        "type": "OSC_POSE",
+        "input_max": 1,
+        "input_min": -1,
+        "output_max": [REACH] * 3 + [TURN] * 3,
+        "output_min": [-REACH] * 3 + [-TURN] * 3,
+        "kp": 150,
+        "damping_ratio": 1,
+        "impedance_mode": "fixed",
+        "kp_limits": [0, 300],
+        "damping_ratio_limits": [0, 10],
+        "position_limits": None,
+        "orientation_limits": None,
+        "uncouple_pos_ori": True,
+        "input_type": "delta",
+        "input_ref_frame": "world",
+        "interpolation": None,
+        "ramp_ratio": 0.2,
+        "gripper": {"type": "GRIP"},
+    }
     name, extra = TASKS[task]
     robots = ["Panda", "Panda"] if "env_configuration" in extra else ["Panda"]
-    return {"env_name": name, "env_version": "1.5.1", "type": 1,
-            "env_kwargs": {"robots": robots, "controller_configs": {"type": "BASIC", "body_parts": {"right": arm}}, "control_freq": 20,
-                           "reward_shaping": False, **extra}}
+    return {
+        "env_name": name,
+        "env_version": "1.5.1",
+        "type": 1,
+        "env_kwargs": {
+            "robots": robots,
+            "controller_configs": {"type": "BASIC", "body_parts": {"right": arm}},
+            "control_freq": 20,
+            "reward_shaping": False,
+            **extra,
+        },
+    }
 
 
 # robomimic's name of a task -> robosuite's, and what else its environment is built with
-TASKS = {"lift": ("Lift", {}), "can": ("PickPlaceCan", {}), "square": ("NutAssemblySquare", {}), "tool_hang": ("ToolHang", {}),
-         "transport": ("TwoArmTransport", {"env_configuration": "opposed"})}
+TASKS = {
+    "lift": ("Lift", {}),
+    "can": ("PickPlaceCan", {}),
+    "square": ("NutAssemblySquare", {}),
+    "tool_hang": ("ToolHang", {}),
+    "transport": ("TwoArmTransport", {"env_configuration": "opposed"}),
+}
 
 
 class ScriptedExpert:
@@ -39,18 +70,18 @@ class ScriptedExpert:
     """
 
     stages: tuple = ()
-    clearance = 0.0     # of the point above the object, beyond the height that is drawn
-    beside = 0.012      # how far from straight above it the hand may be when it goes down,
-    aside = 0.01        # and from the grasp's height when it closes
-    squeeze = 5         # steps until the gripper holds
-    below = 0.03        # the height to carry it at counts as reached this far below
+    clearance = 0.0  # of the point above the object, beyond the height that is drawn
+    beside = 0.012  # how far from straight above it the hand may be when it goes down,
+    aside = 0.01  # and from the grasp's height when it closes
+    squeeze = 5  # steps until the gripper holds
+    below = 0.03  # the height to carry it at counts as reached this far below
 
     def __init__(self, rng: np.random.Generator):
         self.rng = rng
         self.stage, self.waited = 0, 0
         self.speed = rng.uniform(0.7, 1.0)
         self.hover = rng.uniform(0.06, 0.10)
-        self.offset = rng.normal(0.0, 0.004, size=2)       # where on the object it grasps
+        self.offset = rng.normal(0.0, 0.004, size=2)  # where on the object it grasps
         self.noise = 0.03
         self.carry = 1.0
 
@@ -107,7 +138,7 @@ class CanExpert(ScriptedExpert):
 
     stages = ("above", "down", "grasp", "up", "over", "lower", "release", "away")
     clearance, squeeze, below = 0.05, 6, 0.06
-    BOX = np.array([0.1975, 0.4025])      # where the can belongs: its compartment of the second bin, fixed in the scene
+    BOX = np.array([0.1975, 0.4025])  # where the can belongs: its compartment of the second bin, fixed in the scene
 
     def __init__(self, rng):
         super().__init__(rng)
@@ -115,7 +146,7 @@ class CanExpert(ScriptedExpert):
         self.carry = rng.uniform(1.08, 1.14)
 
     def grip(self, obs):
-        return obs["object"][7:10] + [*self.offset, 0.01]     # after the hand's pose relative to it
+        return obs["object"][7:10] + [*self.offset, 0.01]  # after the hand's pose relative to it
 
     def over(self, obs, hand):
         target = np.array([*self.place, self.carry])
@@ -137,14 +168,14 @@ class SquareExpert(ScriptedExpert):
 
     stages = ("above", "down", "grasp", "up", "over", "lower", "release", "away")
     clearance, beside, aside, squeeze = 0.02, 0.01, 0.008, 12
-    PEG = np.array([0.23, 0.1])         # fixed in the scene
-    HANDLE = 0.054                      # from the middle of the nut to that of its handle
+    PEG = np.array([0.23, 0.1])  # fixed in the scene
+    HANDLE = 0.054  # from the middle of the nut to that of its handle
 
     def __init__(self, rng):
         super().__init__(rng)
         self.offset = rng.normal(0.0, 0.002, size=2)
         self.carry = rng.uniform(1.06, 1.10)
-        self.side = None                # the nut's direction on the peg, a multiple of a right angle
+        self.side = None  # the nut's direction on the peg, a multiple of a right angle
 
     def nut(self, obs):
         """Middle of the nut (3,), and the direction of its handle, an angle."""

@@ -1,7 +1,8 @@
 """Recorded starts: the simulator states in which test episodes begin, so that a score does not depend on how a version draws them.
 
-    python -m diffusion_policy.env.robomimic.starts      # records them again
+python -m diffusion_policy.env.robomimic.starts      # records them again
 """
+
 from __future__ import annotations
 
 import functools

@@ -1,4 +1,5 @@
 """A module whose parameters are a nested dict that is only known once data, or a checkpoint, has been seen."""
+
 from torch import nn
 
 
@@ -15,7 +16,7 @@ class DictOfTensorMixin(nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         prefix = prefix + "params_dict."
-        tensors = {key[len(prefix):]: value for key, value in state_dict.items() if key.startswith(prefix)}
+        tensors = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
         if not tensors:
             return  # what is here stays; if it holds anything, torch reports it as missing from the state dict
 

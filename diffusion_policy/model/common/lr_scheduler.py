@@ -1,4 +1,5 @@
 """Learning-rate schedules by name: lr(k) = base_lr * factor(k), k counting optimiser steps from 0."""
+
 import math
 
 from torch.optim import Optimizer
@@ -35,8 +36,14 @@ _SCHEDULES = {
 }
 
 
-def get_scheduler(name: str, optimizer: Optimizer, num_warmup_steps: int | None = None, num_training_steps: int | None = None,
-                  last_epoch: int = -1, **kwargs) -> LambdaLR:
+def get_scheduler(
+    name: str,
+    optimizer: Optimizer,
+    num_warmup_steps: int | None = None,
+    num_training_steps: int | None = None,
+    last_epoch: int = -1,
+    **kwargs,
+) -> LambdaLR:
     """The schedule `name`: k / num_warmup_steps during warm-up, then a function of the progress to num_training_steps.
 
     Past num_training_steps the last value stays: a cosine that is not held there climbs back to the full rate. `last_epoch`

@@ -1,4 +1,5 @@
 """Where a module lives and what it computes in, read from its parameters."""
+
 import torch
 from torch import nn
 

@@ -3,6 +3,7 @@
 A field's parameters are `offset` (D,), `scale` (D,) and `input_stats.{max,mean,min,std}` (D,), D being the product of the last
 `last_n_dims` dimensions of the data it was fitted on.
 """
+
 import math
 
 import numpy as np
@@ -20,19 +21,31 @@ class LinearNormalizer(DictOfTensorMixin):
     """A normaliser per field of a dict; a bare array is the single field `_default`."""
 
     @torch.no_grad()
-    def fit(self, data, last_n_dims=1, dtype=torch.float32, mode="limits",
-            output_max=1.0, output_min=-1.0, range_eps=1e-4, fit_offset=True):
+    def fit(
+        self,
+        data,
+        last_n_dims=1,
+        dtype=torch.float32,
+        mode="limits",
+        output_max=1.0,
+        output_min=-1.0,
+        range_eps=1e-4,
+        fit_offset=True,
+    ):
         """Fit each field of `data`, a dict of (..., D) arrays or tensors (or one such array)."""
         fields = data if isinstance(data, dict) else {DEFAULT_FIELD: data}
         for key, value in fields.items():
-            self.params_dict[key] = _fit(value, last_n_dims, dtype, mode, output_max, output_min, range_eps, fit_offset, key)
+            self.params_dict[key] = _fit(
+                value, last_n_dims, dtype, mode, output_max, output_min, range_eps, fit_offset, key
+            )
 
     def __getitem__(self, key: str) -> "SingleFieldLinearNormalizer":
         if key not in self.params_dict:
             known = ", ".join(self.params_dict.keys()) or "none"
             raise ConfigError(
                 f"The normaliser has no field {key!r}; fitted fields: {known}. Fit it on data with that key "
-                f"(dataset.get_normalizer() and policy.set_normalizer()) before it is used.")
+                f"(dataset.get_normalizer() and policy.set_normalizer()) before it is used."
+            )
         return SingleFieldLinearNormalizer(self.params_dict[key])
 
     def __setitem__(self, key: str, value: "SingleFieldLinearNormalizer"):
@@ -71,10 +84,21 @@ class SingleFieldLinearNormalizer(DictOfTensorMixin):
     """The normaliser of one (..., D) field."""
 
     @torch.no_grad()
-    def fit(self, data, last_n_dims=1, dtype=torch.float32, mode="limits",
-            output_max=1.0, output_min=-1.0, range_eps=1e-4, fit_offset=True):
+    def fit(
+        self,
+        data,
+        last_n_dims=1,
+        dtype=torch.float32,
+        mode="limits",
+        output_max=1.0,
+        output_min=-1.0,
+        range_eps=1e-4,
+        fit_offset=True,
+    ):
         """Fit on `data` (..., D)."""
-        self.params_dict = _fit(data, last_n_dims, dtype, mode, output_max, output_min, range_eps, fit_offset, DEFAULT_FIELD)
+        self.params_dict = _fit(
+            data, last_n_dims, dtype, mode, output_max, output_min, range_eps, fit_offset, DEFAULT_FIELD
+        )
 
     @classmethod
     def create_fit(cls, data, **kwargs) -> "SingleFieldLinearNormalizer":
@@ -90,8 +114,9 @@ class SingleFieldLinearNormalizer(DictOfTensorMixin):
         stats = {key: _as_tensor(value).flatten() for key, value in input_stats_dict.items()}
         for name, value in {"offset": offset, **stats}.items():
             if value.shape != scale.shape or value.dtype != scale.dtype:
-                raise ConfigError(f"{name} is {tuple(value.shape)} {value.dtype}, "
-                                  f"but scale is {tuple(scale.shape)} {scale.dtype}.")
+                raise ConfigError(
+                    f"{name} is {tuple(value.shape)} {value.dtype}, but scale is {tuple(scale.shape)} {scale.dtype}."
+                )
         return cls(_pack(scale, offset, stats, requires_grad=True))
 
     @classmethod
@@ -144,7 +169,8 @@ def _as_tensor(x) -> torch.Tensor:
 def _pack(scale, offset, stats: dict, requires_grad: bool) -> nn.ParameterDict:
     def parameters(tensors):
         return nn.ParameterDict(
-            {name: nn.Parameter(tensors[name].clone(), requires_grad=requires_grad) for name in sorted(tensors)})
+            {name: nn.Parameter(tensors[name].clone(), requires_grad=requires_grad) for name in sorted(tensors)}
+        )
 
     params_dict = parameters({"offset": offset, "scale": scale})
     params_dict["input_stats"] = parameters(stats)
@@ -156,9 +182,11 @@ def _fit(data, last_n_dims, dtype, mode, output_max, output_min, range_eps, fit_
     if mode not in ("limits", "gaussian"):
         raise ConfigError(f"Unknown normaliser mode {mode!r}: use 'limits' or 'gaussian'.")
     if output_max <= output_min or (mode == "limits" and not fit_offset and not output_min < 0 < output_max):
-        raise ConfigError(f"The output range [{output_min}, {output_max}] is empty, or excludes 0 while fit_offset is off.")
+        raise ConfigError(
+            f"The output range [{output_min}, {output_max}] is empty, or excludes 0 while fit_offset is off."
+        )
     data = _as_tensor(data).to(dtype)
-    size = math.prod(data.shape[data.ndim - last_n_dims:])
+    size = math.prod(data.shape[data.ndim - last_n_dims :])
     data = data.reshape(-1, size)  # (N, D)
     if len(data) == 0 or not torch.isfinite(data).all():
         raise DataError(f"Cannot fit a normaliser for {name!r}: the data is empty, or holds NaN or infinity.")

@@ -8,6 +8,7 @@ R is a (..., 3, 3) matrix that turns column vectors.
     matrix        (..., 3, 3)
 All is closed-form and differentiable, also at angle 0; at angle pi, where two axes stand for one rotation, one of them is returned.
 """
+
 import numpy as np
 import torch
 from torch.nn import functional as F
@@ -26,8 +27,10 @@ class RotationTransformer:
             if rep not in SHAPES:
                 raise ConfigError(f"{rep!r} is no representation of rotations; there are: {', '.join(SHAPES)}.")
             if rep == "euler_angles" and not _is_convention(convention):
-                raise ConfigError(f"euler_angles need a convention of three axes, the middle one another than its neighbours, such as "
-                                  f"'XYZ', not {convention!r}.")
+                raise ConfigError(
+                    f"euler_angles need a convention of three axes, the middle one another than its neighbours, such as "
+                    f"'XYZ', not {convention!r}."
+                )
         if from_rep == to_rep:
             raise ConfigError(f"from_rep and to_rep are both {from_rep!r}: there is nothing to transform.")
         self.source, self.target = (from_rep, from_convention), (to_rep, to_convention)
@@ -44,7 +47,7 @@ class RotationTransformer:
 def _convert(x, source: tuple, target: tuple):
     values = torch.as_tensor(x)
     shape = SHAPES[source[0]]
-    if values.shape[-len(shape):] != shape:
+    if values.shape[-len(shape) :] != shape:
         raise ValueError(f"{source[0]} has shape (..., {', '.join(map(str, shape))}), not {tuple(values.shape)}")
     result = _from_matrix(_to_matrix(values, *source), *target)
     return result.numpy() if isinstance(x, np.ndarray) else result
@@ -94,27 +97,53 @@ def quaternion_to_axis_angle(quaternion: torch.Tensor) -> torch.Tensor:
     square = imaginary.square().sum(-1, keepdim=True)
     small = square < SMALL
     norm = torch.where(small, 1, square).sqrt()
-    factor = torch.where(small, 2 + square / 3 + 0.15 * square.square(), 2 * torch.atan2(norm, real) / norm)  # 2 asin(n) / n
+    factor = torch.where(
+        small, 2 + square / 3 + 0.15 * square.square(), 2 * torch.atan2(norm, real) / norm
+    )  # 2 asin(n) / n
     return factor * imaginary
 
 
 def quaternion_to_matrix(quaternion: torch.Tensor) -> torch.Tensor:
     """Of any length but 0."""
     w, x, y, z = F.normalize(quaternion, dim=-1).unbind(-1)
-    rows = [1 - 2 * (y * y + z * z), 2 * (x * y - z * w), 2 * (x * z + y * w),
-            2 * (x * y + z * w), 1 - 2 * (x * x + z * z), 2 * (y * z - x * w),
-            2 * (x * z - y * w), 2 * (y * z + x * w), 1 - 2 * (x * x + y * y)]
+    rows = [
+        1 - 2 * (y * y + z * z),
+        2 * (x * y - z * w),
+        2 * (x * z + y * w),
+        2 * (x * y + z * w),
+        1 - 2 * (x * x + z * z),
+        2 * (y * z - x * w),
+        2 * (x * z - y * w),
+        2 * (y * z + x * w),
+        1 - 2 * (x * x + y * y),
+    ]
     return torch.stack(rows, dim=-1).unflatten(-1, (3, 3))
 
 
 def matrix_to_quaternion(matrix: torch.Tensor) -> torch.Tensor:
     """q q^T is linear in R; its column with the largest diagonal is q times a number that is at least 1/4, so nothing cancels."""
     m00, m01, m02, m10, m11, m12, m20, m21, m22 = matrix.flatten(-2).unbind(-1)
-    outer = torch.stack([
-        1 + m00 + m11 + m22, m21 - m12, m02 - m20, m10 - m01,
-        m21 - m12, 1 + m00 - m11 - m22, m01 + m10, m02 + m20,
-        m02 - m20, m01 + m10, 1 - m00 + m11 - m22, m12 + m21,
-        m10 - m01, m02 + m20, m12 + m21, 1 - m00 - m11 + m22], dim=-1).unflatten(-1, (4, 4))  # 4 q q^T
+    outer = torch.stack(
+        [
+            1 + m00 + m11 + m22,
+            m21 - m12,
+            m02 - m20,
+            m10 - m01,
+            m21 - m12,
+            1 + m00 - m11 - m22,
+            m01 + m10,
+            m02 + m20,
+            m02 - m20,
+            m01 + m10,
+            1 - m00 + m11 - m22,
+            m12 + m21,
+            m10 - m01,
+            m02 + m20,
+            m12 + m21,
+            1 - m00 - m11 + m22,
+        ],
+        dim=-1,
+    ).unflatten(-1, (4, 4))  # 4 q q^T
     largest = outer.diagonal(dim1=-2, dim2=-1).argmax(-1)
     column = outer.gather(-2, largest[..., None, None].expand(*largest.shape, 1, 4)).squeeze(-2)
     return F.normalize(torch.where(column[..., :1] < 0, -column, column), dim=-1)
@@ -149,12 +178,18 @@ def matrix_to_euler_angles(matrix: torch.Tensor, convention: str) -> torch.Tenso
 def _about(axis: str, angle: torch.Tensor) -> torch.Tensor:
     """(..., 3, 3): by `angle` (...) about a coordinate axis."""
     c, s, one, zero = angle.cos(), angle.sin(), torch.ones_like(angle), torch.zeros_like(angle)
-    rows = {"X": [one, zero, zero, zero, c, -s, zero, s, c],
-            "Y": [c, zero, s, zero, one, zero, -s, zero, c],
-            "Z": [c, -s, zero, s, c, zero, zero, zero, one]}[axis]
+    rows = {
+        "X": [one, zero, zero, zero, c, -s, zero, s, c],
+        "Y": [c, zero, s, zero, one, zero, -s, zero, c],
+        "Z": [c, -s, zero, s, c, zero, zero, zero, one],
+    }[axis]
     return torch.stack(rows, dim=-1).unflatten(-1, (3, 3))
 
 
 def _is_convention(convention) -> bool:
-    return (isinstance(convention, str) and len(convention) == 3 and set(convention) <= set("XYZ")
-            and convention[1] not in (convention[0], convention[2]))
+    return (
+        isinstance(convention, str)
+        and len(convention) == 3
+        and set(convention) <= set("XYZ")
+        and convention[1] not in (convention[0], convention[2])
+    )

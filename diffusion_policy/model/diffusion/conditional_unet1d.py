@@ -1,4 +1,5 @@
 """UNet over the time axis of an action sequence, conditioned by FiLM."""
+
 from collections.abc import Sequence
 
 import torch
@@ -12,17 +13,28 @@ from diffusion_policy.model.diffusion.positional_embedding import SinusoidalPosE
 class ConditionalResidualBlock1D(nn.Module):
     """y = conv2(a(c) * conv1(x) + b(c)) + skip(x), where (a, b) = Linear(act(c)); without `cond_predict_scale`, a = 1."""
 
-    def __init__(self, in_channels: int, out_channels: int, cond_dim: int, kernel_size: int = 3, n_groups: int = 8,
-                 cond_predict_scale: bool = False, activation: type[nn.Module] = nn.Mish):
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        cond_dim: int,
+        kernel_size: int = 3,
+        n_groups: int = 8,
+        cond_predict_scale: bool = False,
+        activation: type[nn.Module] = nn.Mish,
+    ):
         super().__init__()
-        self.blocks = nn.ModuleList([
-            Conv1dBlock(in_channels, out_channels, kernel_size, n_groups, activation),
-            Conv1dBlock(out_channels, out_channels, kernel_size, n_groups, activation),
-        ])
+        self.blocks = nn.ModuleList(
+            [
+                Conv1dBlock(in_channels, out_channels, kernel_size, n_groups, activation),
+                Conv1dBlock(out_channels, out_channels, kernel_size, n_groups, activation),
+            ]
+        )
         self.cond_predict_scale = cond_predict_scale
         self.out_channels = out_channels
         self.cond_encoder = nn.Sequential(
-            activation(), nn.Linear(cond_dim, out_channels * (2 if cond_predict_scale else 1)))
+            activation(), nn.Linear(cond_dim, out_channels * (2 if cond_predict_scale else 1))
+        )
         self.residual_conv = nn.Conv1d(in_channels, out_channels, 1) if in_channels != out_channels else nn.Identity()
 
     def forward(self, x: torch.Tensor, cond: torch.Tensor) -> torch.Tensor:
@@ -46,18 +58,32 @@ class ConditionalUnet1D(nn.Module):
     level doubles the length, and the last convolution always has 8 groups. DP3's small variant has one block a level.
     """
 
-    def __init__(self, input_dim: int, local_cond_dim: int | None = None, global_cond_dim: int | None = None,
-                 diffusion_step_embed_dim: int = 256, down_dims: Sequence[int] = (256, 512, 1024), kernel_size: int = 3,
-                 n_groups: int = 8, cond_predict_scale: bool = False, activation: type[nn.Module] = nn.Mish, blocks_per_level: int = 2):
+    def __init__(
+        self,
+        input_dim: int,
+        local_cond_dim: int | None = None,
+        global_cond_dim: int | None = None,
+        diffusion_step_embed_dim: int = 256,
+        down_dims: Sequence[int] = (256, 512, 1024),
+        kernel_size: int = 3,
+        n_groups: int = 8,
+        cond_predict_scale: bool = False,
+        activation: type[nn.Module] = nn.Mish,
+        blocks_per_level: int = 2,
+    ):
         super().__init__()
         if blocks_per_level < 1:
-            raise ConfigError(f"a level of the UNet needs at least one block, not blocks_per_level = {blocks_per_level}")
+            raise ConfigError(
+                f"a level of the UNet needs at least one block, not blocks_per_level = {blocks_per_level}"
+            )
         dims = [input_dim, *down_dims]
         levels = list(zip(dims[:-1], dims[1:]))
         cond_dim = diffusion_step_embed_dim + (global_cond_dim or 0)
 
         def residual(dim_in: int, dim_out: int) -> ConditionalResidualBlock1D:
-            return ConditionalResidualBlock1D(dim_in, dim_out, cond_dim, kernel_size, n_groups, cond_predict_scale, activation)
+            return ConditionalResidualBlock1D(
+                dim_in, dim_out, cond_dim, kernel_size, n_groups, cond_predict_scale, activation
+            )
 
         def level(dim_in: int, dim_out: int) -> list[nn.Module]:
             return [residual(dim_in, dim_out), *(residual(dim_out, dim_out) for _ in range(blocks_per_level - 1))]
@@ -72,11 +98,20 @@ class ConditionalUnet1D(nn.Module):
         if local_cond_dim is not None:
             local_cond_encoder = nn.ModuleList([residual(local_cond_dim, dims[1]), residual(local_cond_dim, dims[1])])
         mid_modules = nn.ModuleList(level(dims[-1], dims[-1]))
-        down_modules = nn.ModuleList([
-            nn.ModuleList([*level(dim_in, dim_out), Downsample1d(dim_out) if i < len(levels) - 1 else nn.Identity()])
-            for i, (dim_in, dim_out) in enumerate(levels)])
-        up_modules = nn.ModuleList([
-            nn.ModuleList([*level(2 * dim_out, dim_in), Upsample1d(dim_in)]) for dim_in, dim_out in reversed(levels[1:])])
+        down_modules = nn.ModuleList(
+            [
+                nn.ModuleList(
+                    [*level(dim_in, dim_out), Downsample1d(dim_out) if i < len(levels) - 1 else nn.Identity()]
+                )
+                for i, (dim_in, dim_out) in enumerate(levels)
+            ]
+        )
+        up_modules = nn.ModuleList(
+            [
+                nn.ModuleList([*level(2 * dim_out, dim_in), Upsample1d(dim_in)])
+                for dim_in, dim_out in reversed(levels[1:])
+            ]
+        )
         final_conv = nn.Sequential(
             Conv1dBlock(dims[1], dims[1], kernel_size, activation=activation),
             nn.Conv1d(dims[1], input_dim, 1),
@@ -89,8 +124,15 @@ class ConditionalUnet1D(nn.Module):
         self.down_modules = down_modules
         self.final_conv = final_conv
 
-    def forward(self, sample: torch.Tensor, timestep, local_cond: torch.Tensor | None = None,
-                global_cond: torch.Tensor | None = None, start_time=None, **kwargs) -> torch.Tensor:
+    def forward(
+        self,
+        sample: torch.Tensor,
+        timestep,
+        local_cond: torch.Tensor | None = None,
+        global_cond: torch.Tensor | None = None,
+        start_time=None,
+        **kwargs,
+    ) -> torch.Tensor:
         """Predict from a noisy sequence; `start_time` is given by objectives with two times, f(x, s, t).
 
         sample: (B, T, input_dim); timestep, start_time: number, 0-d or (B,); local_cond: (B, T, local_cond_dim);
@@ -99,14 +141,20 @@ class ConditionalUnet1D(nn.Module):
         time = expand_timestep(timestep, sample) if start_time is None else stack_times(timestep, start_time, sample)
         return self.denoise(sample, time, local_cond, global_cond)
 
-    def denoise(self, sample: torch.Tensor, time: torch.Tensor, local_cond: torch.Tensor | None,
-                global_cond: torch.Tensor | None) -> torch.Tensor:
+    def denoise(
+        self,
+        sample: torch.Tensor,
+        time: torch.Tensor,
+        local_cond: torch.Tensor | None,
+        global_cond: torch.Tensor | None,
+    ) -> torch.Tensor:
         """As `forward`, with `time` in the form that the step encoder takes: (B,), or (B, 2) = (s, t)."""
         divisor = 2 ** (len(self.down_modules) - 1)
         if sample.shape[1] % divisor:
             raise ConfigError(
                 f"This UNet halves the sequence {len(self.down_modules) - 1} times, so the horizon T must be a multiple of "
-                f"{divisor}, but T = {sample.shape[1]}. Change the horizon, or use fewer down_dims.")
+                f"{divisor}, but T = {sample.shape[1]}. Change the horizon, or use fewer down_dims."
+            )
 
         cond = self.diffusion_step_encoder(time)
         if global_cond is not None:

@@ -1,4 +1,5 @@
 """Building blocks of the one-dimensional UNet; every tensor is (B, channels, T)."""
+
 import torch
 from torch import nn
 
@@ -28,8 +29,14 @@ class Upsample1d(nn.Module):
 class Conv1dBlock(nn.Module):
     """Convolution, group normalisation, activation: (B, inp, T) -> (B, out, T) for an odd kernel."""
 
-    def __init__(self, inp_channels: int, out_channels: int, kernel_size: int, n_groups: int = 8,
-                 activation: type[nn.Module] = nn.Mish):
+    def __init__(
+        self,
+        inp_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        n_groups: int = 8,
+        activation: type[nn.Module] = nn.Mish,
+    ):
         super().__init__()
         self.block = nn.Sequential(
             nn.Conv1d(inp_channels, out_channels, kernel_size, padding=kernel_size // 2),

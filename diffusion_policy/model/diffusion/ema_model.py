@@ -1,4 +1,5 @@
 """Exponential moving average of a model's weights."""
+
 import torch
 from torch import nn
 
@@ -13,8 +14,16 @@ class EMAModel:
     them at their first value would pair averaged weights with the statistics of an untrained network.
     """
 
-    def __init__(self, model: nn.Module, update_after_step: int = 0, inv_gamma: float = 1.0, power: float = 2 / 3,
-                 min_value: float = 0.0, max_value: float = 0.9999, rate: float | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        update_after_step: int = 0,
+        inv_gamma: float = 1.0,
+        power: float = 2 / 3,
+        min_value: float = 0.0,
+        max_value: float = 0.9999,
+        rate: float | None = None,
+    ):
         if rate is not None and not 0 <= rate < 1:
             raise ConfigError(f"ema.rate = {rate} must be in [0, 1); to train without EMA, set training.use_ema=False.")
         self.averaged_model = model.eval().requires_grad_(False)

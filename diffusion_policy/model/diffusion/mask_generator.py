@@ -1,4 +1,5 @@
 """Which entries of a trajectory are given (True) and which are generated (False)."""
+
 from collections.abc import Sequence
 
 import torch
@@ -21,8 +22,14 @@ class LowdimMaskGenerator(ModuleAttrMixin):
     The number of observation steps is `max_n_obs_steps`, or uniform in 1 .. max_n_obs_steps without `fix_obs_steps`.
     """
 
-    def __init__(self, action_dim: int, obs_dim: int, max_n_obs_steps: int = 2, fix_obs_steps: bool = True,
-                 action_visible: bool = False):
+    def __init__(
+        self,
+        action_dim: int,
+        obs_dim: int,
+        max_n_obs_steps: int = 2,
+        fix_obs_steps: bool = True,
+        action_visible: bool = False,
+    ):
         super().__init__()
         self.action_dim = action_dim
         self.obs_dim = obs_dim
@@ -35,7 +42,9 @@ class LowdimMaskGenerator(ModuleAttrMixin):
         """shape = (B, T, action_dim + obs_dim) -> bool of that shape; random lengths come from `seed`, else torch's own state."""
         batch, n_step, dim = shape
         if dim != self.action_dim + self.obs_dim:
-            raise ConfigError(f"The trajectory is {dim} wide, but action_dim + obs_dim = {self.action_dim} + {self.obs_dim}.")
+            raise ConfigError(
+                f"The trajectory is {dim} wide, but action_dim + obs_dim = {self.action_dim} + {self.obs_dim}."
+            )
         if self.fix_obs_steps:
             n_obs = torch.full((batch, 1, 1), self.max_n_obs_steps, device=self.device)
         else:

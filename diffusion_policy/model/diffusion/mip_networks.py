@@ -3,6 +3,7 @@
 Their sizes are the defaults. `timestep` is t, raw in [0, 1]; `start_time` is s and equals t unless given. The scalar head that
 the reference implementation carries and never trains is left out, so parameter counts are lower by that head.
 """
+
 from collections.abc import Sequence
 
 import torch
@@ -36,7 +37,9 @@ class TwoTimeEmbedding(nn.Module):
     def __init__(self, dim: int):
         super().__init__()
         if dim % 4:
-            raise ConfigError(f"An embedding of sine and cosine of two times must have a size divisible by 4, not {dim}.")
+            raise ConfigError(
+                f"An embedding of sine and cosine of two times must have a size divisible by 4, not {dim}."
+            )
         n_frequency = dim // 4
         self.register_buffer("frequencies", 10000 ** (-torch.arange(n_frequency) / n_frequency), persistent=False)
 
@@ -49,12 +52,35 @@ class TwoTimeEmbedding(nn.Module):
 class ChiTransformer(TransformerForDiffusion):
     """The diffusion transformer with a token of two times; `cond_dim`, by default n_emb, is the width of an observation token."""
 
-    def __init__(self, input_dim: int, output_dim: int, horizon: int, n_obs_steps: int = 2, cond_dim: int | None = None,
-                 n_layer: int = 8, n_head: int = 6, n_emb: int = 384, p_drop_emb: float = 0.0, p_drop_attn: float = 0.1,
-                 causal_attn: bool = True, n_cond_layers: int = 0):
+    def __init__(
+        self,
+        input_dim: int,
+        output_dim: int,
+        horizon: int,
+        n_obs_steps: int = 2,
+        cond_dim: int | None = None,
+        n_layer: int = 8,
+        n_head: int = 6,
+        n_emb: int = 384,
+        p_drop_emb: float = 0.0,
+        p_drop_attn: float = 0.1,
+        causal_attn: bool = True,
+        n_cond_layers: int = 0,
+    ):
         super().__init__(
-            input_dim, output_dim, horizon, n_obs_steps, cond_dim or n_emb, n_layer=n_layer, n_head=n_head, n_emb=n_emb,
-            p_drop_emb=p_drop_emb, p_drop_attn=p_drop_attn, causal_attn=causal_attn, n_cond_layers=n_cond_layers)
+            input_dim,
+            output_dim,
+            horizon,
+            n_obs_steps,
+            cond_dim or n_emb,
+            n_layer=n_layer,
+            n_head=n_head,
+            n_emb=n_emb,
+            p_drop_emb=p_drop_emb,
+            p_drop_attn=p_drop_attn,
+            causal_attn=causal_attn,
+            n_cond_layers=n_cond_layers,
+        )
         self.time_emb = TwoTimeEmbedding(n_emb)
 
     def forward(self, sample: torch.Tensor, timestep, cond: torch.Tensor, start_time=None, **kwargs) -> torch.Tensor:
@@ -68,19 +94,43 @@ class ChiUnet(ConditionalUnet1D):
     `global_cond_dim` is To * emb, the flattened observation tokens; `cond_embed_dim` the width they are projected to.
     """
 
-    def __init__(self, input_dim: int, global_cond_dim: int = 512, cond_embed_dim: int = 256,
-                 diffusion_step_embed_dim: int = 256, down_dims: Sequence[int] = (128, 256, 512), kernel_size: int = 5,
-                 n_groups: int = 8, cond_predict_scale: bool = True):
+    def __init__(
+        self,
+        input_dim: int,
+        global_cond_dim: int = 512,
+        cond_embed_dim: int = 256,
+        diffusion_step_embed_dim: int = 256,
+        down_dims: Sequence[int] = (128, 256, 512),
+        kernel_size: int = 5,
+        n_groups: int = 8,
+        cond_predict_scale: bool = True,
+    ):
         super().__init__(
-            input_dim, global_cond_dim=cond_embed_dim, diffusion_step_embed_dim=diffusion_step_embed_dim, down_dims=down_dims,
-            kernel_size=kernel_size, n_groups=n_groups, cond_predict_scale=cond_predict_scale, activation=nn.GELU)
+            input_dim,
+            global_cond_dim=cond_embed_dim,
+            diffusion_step_embed_dim=diffusion_step_embed_dim,
+            down_dims=down_dims,
+            kernel_size=kernel_size,
+            n_groups=n_groups,
+            cond_predict_scale=cond_predict_scale,
+            activation=nn.GELU,
+        )
         self.diffusion_step_encoder[0] = TwoTimeEmbedding(diffusion_step_embed_dim)
         self.global_cond_proj = nn.Linear(global_cond_dim, cond_embed_dim)
 
-    def forward(self, sample: torch.Tensor, timestep, local_cond: None = None, global_cond: torch.Tensor | None = None,
-                start_time=None, **kwargs) -> torch.Tensor:
+    def forward(
+        self,
+        sample: torch.Tensor,
+        timestep,
+        local_cond: None = None,
+        global_cond: torch.Tensor | None = None,
+        start_time=None,
+        **kwargs,
+    ) -> torch.Tensor:
         """sample: (B, T, input_dim); timestep, start_time: number, 0-d or (B,); global_cond: (B, To * emb) -> as sample."""
-        return self.denoise(sample, stack_times(timestep, start_time, sample), local_cond, self.global_cond_proj(global_cond))
+        return self.denoise(
+            sample, stack_times(timestep, start_time, sample), local_cond, self.global_cond_proj(global_cond)
+        )
 
 
 class ResidualBlock(nn.Sequential):
@@ -88,8 +138,14 @@ class ResidualBlock(nn.Sequential):
 
     def __init__(self, dim: int, hidden_dim: int, dropout: float):
         super().__init__(
-            nn.LayerNorm(dim), nn.Linear(dim, hidden_dim), nn.GELU(), nn.Dropout(dropout),
-            nn.LayerNorm(hidden_dim), nn.Linear(hidden_dim, dim), nn.Dropout(dropout))
+            nn.LayerNorm(dim),
+            nn.Linear(dim, hidden_dim),
+            nn.GELU(),
+            nn.Dropout(dropout),
+            nn.LayerNorm(hidden_dim),
+            nn.Linear(hidden_dim, dim),
+            nn.Dropout(dropout),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + super().forward(x)
@@ -98,8 +154,19 @@ class ResidualBlock(nn.Sequential):
 class ResidualMLP(nn.Module):
     """A residual MLP on [x flat, tau(s), tau(t), o flat], tau(t) = [sin(t w), cos(t w)] with w evenly spaced over [0, 100]."""
 
-    def __init__(self, input_dim: int, output_dim: int, horizon: int, n_obs_steps: int = 2, cond_dim: int | None = None,
-                 n_layer: int = 8, n_emb: int = 512, p_drop: float = 0.1, expansion: int = 4, time_embed_dim: int = 128):
+    def __init__(
+        self,
+        input_dim: int,
+        output_dim: int,
+        horizon: int,
+        n_obs_steps: int = 2,
+        cond_dim: int | None = None,
+        n_layer: int = 8,
+        n_emb: int = 512,
+        p_drop: float = 0.1,
+        expansion: int = 4,
+        time_embed_dim: int = 128,
+    ):
         super().__init__()
         if time_embed_dim % 2:
             raise ConfigError(f"time_embed_dim = {time_embed_dim} must be even: half of it are sines, half cosines.")

@@ -1,4 +1,5 @@
 """Parameter-free embeddings of a diffusion step or time."""
+
 import math
 
 import torch

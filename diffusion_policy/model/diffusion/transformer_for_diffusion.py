@@ -4,6 +4,7 @@ The layers are pre-norm transformer layers with torch's parameter names. They ar
 at mask values to pick a kernel, and the fused kernels have neither forward-mode derivatives nor a stable export; at these
 lengths (tens of tokens) plain matrix products are as fast.
 """
+
 import copy
 import math
 
@@ -63,8 +64,13 @@ class TransformerLayer(nn.Module):
         self.norm3 = nn.LayerNorm(n_emb) if cross_attention else None
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None, memory: torch.Tensor | None = None,
-                memory_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None,
+        memory: torch.Tensor | None = None,
+        memory_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """x: (B, T, E), mask: (T, T), memory: (B, S, E), memory_mask: (T, S) -> (B, T, E)."""
         y = self.norm1(x)
         x = x + self.dropout(self.self_attn(y, y, mask))
@@ -98,13 +104,29 @@ class TransformerForDiffusion(ModuleAttrMixin):
     argument `obs_as_cond` is accepted for existing configs and has no say in it.
     """
 
-    def __init__(self, input_dim: int, output_dim: int, horizon: int, n_obs_steps: int | None = None, cond_dim: int = 0,
-                 n_layer: int = 12, n_head: int = 12, n_emb: int = 768, p_drop_emb: float = 0.1, p_drop_attn: float = 0.1,
-                 causal_attn: bool = False, time_as_cond: bool = True, obs_as_cond: bool = False, n_cond_layers: int = 0):
+    def __init__(
+        self,
+        input_dim: int,
+        output_dim: int,
+        horizon: int,
+        n_obs_steps: int | None = None,
+        cond_dim: int = 0,
+        n_layer: int = 12,
+        n_head: int = 12,
+        n_emb: int = 768,
+        p_drop_emb: float = 0.1,
+        p_drop_attn: float = 0.1,
+        causal_attn: bool = False,
+        time_as_cond: bool = True,
+        obs_as_cond: bool = False,
+        n_cond_layers: int = 0,
+    ):
         super().__init__()
         obs_as_cond = cond_dim > 0
         if obs_as_cond and not time_as_cond:
-            raise ConfigError("cond_dim > 0 needs time_as_cond=True: observations are condition tokens beside the time token.")
+            raise ConfigError(
+                "cond_dim > 0 needs time_as_cond=True: observations are condition tokens beside the time token."
+            )
         n_obs_steps = horizon if n_obs_steps is None else n_obs_steps
         self.T = horizon if time_as_cond else horizon + 1
         self.T_cond = int(time_as_cond) + (n_obs_steps if obs_as_cond else 0)
@@ -167,14 +189,19 @@ class TransformerForDiffusion(ModuleAttrMixin):
                 (decay if is_weight else no_decay).append(full_name)
         parameters = dict(self.named_parameters())
         # Sorted by name: a saved optimiser state refers to parameters by their index.
-        return [{"params": [parameters[name] for name in sorted(names)], "weight_decay": value}
-                for names, value in ((decay, weight_decay), (no_decay, 0.0))]
+        return [
+            {"params": [parameters[name] for name in sorted(names)], "weight_decay": value}
+            for names, value in ((decay, weight_decay), (no_decay, 0.0))
+        ]
 
-    def configure_optimizers(self, learning_rate: float = 1e-4, weight_decay: float = 1e-3,
-                             betas: tuple[float, float] = (0.9, 0.95)) -> torch.optim.AdamW:
+    def configure_optimizers(
+        self, learning_rate: float = 1e-4, weight_decay: float = 1e-3, betas: tuple[float, float] = (0.9, 0.95)
+    ) -> torch.optim.AdamW:
         return torch.optim.AdamW(self.get_optim_groups(weight_decay), lr=learning_rate, betas=tuple(betas))
 
-    def forward(self, sample: torch.Tensor, timestep, cond: torch.Tensor | None = None, start_time=None, **kwargs) -> torch.Tensor:
+    def forward(
+        self, sample: torch.Tensor, timestep, cond: torch.Tensor | None = None, start_time=None, **kwargs
+    ) -> torch.Tensor:
         """Predict from a noisy sequence; `start_time` is given by objectives with two times, f(x, s, t).
 
         sample: (B, T, input_dim); timestep, start_time: number, 0-d or (B,); cond: (B, To, cond_dim) -> (B, T, output_dim).
@@ -186,22 +213,26 @@ class TransformerForDiffusion(ModuleAttrMixin):
         """As `forward`, with `time` in the form that `time_emb` takes: (B,), or (B, 2) = (s, t)."""
         n_step = sample.shape[1]
         if n_step > self.horizon or (self.mask is not None and n_step != self.horizon):
-            raise ConfigError(f"The sequence has {n_step} steps, but this transformer was built for horizon {self.horizon}.")
+            raise ConfigError(
+                f"The sequence has {n_step} steps, but this transformer was built for horizon {self.horizon}."
+            )
         if self.obs_as_cond and cond is None:
-            raise ConfigError("This transformer was built with cond_dim > 0 and needs observations as `cond`; "
-                              "in a policy, set obs_as_cond=True.")
+            raise ConfigError(
+                "This transformer was built with cond_dim > 0 and needs observations as `cond`; "
+                "in a policy, set obs_as_cond=True."
+            )
 
         time_token = self.time_emb(time).unsqueeze(1)  # (B, 1, E)
         tokens = self.input_emb(sample)  # (B, T, E)
         if self.encoder_only:
             tokens = torch.cat([time_token, tokens], dim=1)
-            x = self.drop(tokens + self.pos_emb[:, :tokens.shape[1]])
+            x = self.drop(tokens + self.pos_emb[:, : tokens.shape[1]])
             x = self.encoder(x, self.mask)[:, 1:]
         else:
             cond_tokens = time_token
             if self.obs_as_cond:
                 cond_tokens = torch.cat([time_token, self.cond_obs_emb(cond)], dim=1)
-            memory = self.drop(cond_tokens + self.cond_pos_emb[:, :cond_tokens.shape[1]])
+            memory = self.drop(cond_tokens + self.cond_pos_emb[:, : cond_tokens.shape[1]])
             memory = self.encoder(memory, None) if self.n_cond_layers > 0 else self.encoder(memory)
             x = self.drop(tokens + self.pos_emb[:, :n_step])
             x = self.decoder(x, self.mask, memory, self.memory_mask)

@@ -1,4 +1,5 @@
 """Crops of images: random ones to train with, the central one to act with."""
+
 import torch
 from torch import nn
 
@@ -17,7 +18,9 @@ class CropRandomizer(nn.Module):
         super().__init__()
         channels, height, width = input_shape
         if not (0 < crop_height < height and 0 < crop_width < width):
-            raise ConfigError(f"A crop of {crop_height} x {crop_width} must be smaller than the image, {height} x {width}.")
+            raise ConfigError(
+                f"A crop of {crop_height} x {crop_width} must be smaller than the image, {height} x {width}."
+            )
         if num_crops < 1:
             raise ConfigError(f"num_crops is at least 1, not {num_crops}.")
         self.input_shape = (channels, height, width)
@@ -37,12 +40,16 @@ class CropRandomizer(nn.Module):
 
     def forward_in(self, inputs: torch.Tensor) -> torch.Tensor:
         if inputs.shape[-3:] != self.input_shape:
-            raise ValueError(f"images of shape {self.input_shape} are cropped here, not of shape {tuple(inputs.shape[-3:])}")
+            raise ValueError(
+                f"images of shape {self.input_shape} are cropped here, not of shape {tuple(inputs.shape[-3:])}"
+            )
         if self.pos_enc:
             inputs = torch.cat([inputs, positions(inputs)], dim=-3)
         top, left = self.corners(inputs, self.training)
         # A view of all windows, from which one gather takes those at (top, left).
-        windows = inputs.unfold(-2, self.crop_height, 1).unfold(-2, self.crop_width, 1)     # (B, C, H', W', crop_height, crop_width)
+        windows = inputs.unfold(-2, self.crop_height, 1).unfold(
+            -2, self.crop_width, 1
+        )  # (B, C, H', W', crop_height, crop_width)
         image = torch.arange(len(inputs), device=inputs.device).repeat_interleave(self.num_crops)
         return windows[image, :, top, left]
 

@@ -1,4 +1,5 @@
 """Image networks by name."""
+
 import os
 import pickle
 
@@ -28,9 +29,13 @@ def get_resnet(name: str, weights: str | None = None, **kwargs) -> ResNet:
 
 def load_weights(network: nn.Module, name: str, path: str) -> None:
     if not os.path.isfile(path):
-        raise ConfigError(f"weights={path!r} is not a file. It must be null or the path of a state dict of torchvision's {name}; "
-                          "weights are not downloaded by name.")
+        raise ConfigError(
+            f"weights={path!r} is not a file. It must be null or the path of a state dict of torchvision's {name}; "
+            "weights are not downloaded by name."
+        )
     try:
         network.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
     except (RuntimeError, pickle.UnpicklingError, EOFError, AttributeError, TypeError) as error:
-        raise ConfigError(f"weights={path!r} is not a state dict of torchvision's {name}: {str(error)[:300]}") from error
+        raise ConfigError(
+            f"weights={path!r} is not a state dict of torchvision's {name}: {str(error)[:300]}"
+        ) from error

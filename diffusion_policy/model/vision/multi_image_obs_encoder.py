@@ -1,4 +1,5 @@
 """Images and numbers of one frame, encoded into one vector."""
+
 import copy
 from collections.abc import Mapping
 
@@ -49,8 +50,17 @@ class MultiImageObsEncoder(ModuleAttrMixin):
     imagenet_norm: ImageNet's mean and deviation, made for images in [0, 1], are applied to what comes in.
     """
 
-    def __init__(self, shape_meta: Mapping, rgb_model: nn.Module | Mapping[str, nn.Module], resize_shape=None, crop_shape=None,
-                 random_crop: bool = True, use_group_norm: bool = False, share_rgb_model: bool = False, imagenet_norm: bool = False):
+    def __init__(
+        self,
+        shape_meta: Mapping,
+        rgb_model: nn.Module | Mapping[str, nn.Module],
+        resize_shape=None,
+        crop_shape=None,
+        random_crop: bool = True,
+        use_group_norm: bool = False,
+        share_rgb_model: bool = False,
+        imagenet_norm: bool = False,
+    ):
         super().__init__()
         obs = {key: (tuple(entry["shape"]), entry.get("type", "low_dim")) for key, entry in shape_meta["obs"].items()}
         for key, (_, kind) in obs.items():
@@ -60,7 +70,9 @@ class MultiImageObsEncoder(ModuleAttrMixin):
         self.low_dim_keys = sorted(key for key, (_, kind) in obs.items() if kind == "low_dim")
         self.key_shape_map = {key: shape for key, (shape, _) in obs.items()}
         self.share_rgb_model = share_rgb_model
-        if share_rgb_model and (isinstance(rgb_model, Mapping) or len({self.key_shape_map[key] for key in self.rgb_keys}) > 1):
+        if share_rgb_model and (
+            isinstance(rgb_model, Mapping) or len({self.key_shape_map[key] for key in self.rgb_keys}) > 1
+        ):
             raise ConfigError("share_rgb_model needs one network and images of one shape.")
 
         self.key_model_map, self.key_transform_map = nn.ModuleDict(), nn.ModuleDict()
@@ -72,12 +84,16 @@ class MultiImageObsEncoder(ModuleAttrMixin):
             if not share_rgb_model:
                 model = rgb_model[key] if isinstance(rgb_model, Mapping) else copy.deepcopy(rgb_model)
                 self.key_model_map[key] = with_group_norm(model) if use_group_norm else model
-            self.key_transform_map[key] = image_transform(shape, _of(resize_shape, key), _of(crop_shape, key), random_crop, imagenet_norm)
+            self.key_transform_map[key] = image_transform(
+                shape, _of(resize_shape, key), _of(crop_shape, key), random_crop, imagenet_norm
+            )
 
     def forward(self, obs_dict: Mapping[str, torch.Tensor]) -> torch.Tensor:
         for key, shape in self.key_shape_map.items():
             if obs_dict[key].shape[1:] != shape:
-                raise ValueError(f"observation {key!r} must have shape (batch, {', '.join(map(str, shape))}), got {tuple(obs_dict[key].shape)}")
+                raise ValueError(
+                    f"observation {key!r} must have shape (batch, {', '.join(map(str, shape))}), got {tuple(obs_dict[key].shape)}"
+                )
         images = {key: self.key_transform_map[key](obs_dict[key]) for key in self.rgb_keys}
         if self.share_rgb_model and images:
             features = list(self.key_model_map["rgb"](torch.cat(list(images.values()))).chunk(len(images)))
@@ -89,9 +105,12 @@ class MultiImageObsEncoder(ModuleAttrMixin):
     def output_shape(self) -> tuple[int, ...]:
         """(F,)"""
         mode = self.training
-        example = {key: torch.zeros((1, *shape), dtype=self.dtype, device=self.device) for key, shape in self.key_shape_map.items()}
+        example = {
+            key: torch.zeros((1, *shape), dtype=self.dtype, device=self.device)
+            for key, shape in self.key_shape_map.items()
+        }
         try:
-            return tuple(self.eval()(example).shape[1:])    # training would draw random crops and move batch statistics
+            return tuple(self.eval()(example).shape[1:])  # training would draw random crops and move batch statistics
         finally:
             self.train(mode)
 
@@ -111,6 +130,7 @@ def image_transform(shape, resize_shape, crop_shape, random_crop: bool, imagenet
 
 def with_group_norm(model: nn.Module) -> nn.Module:
     """The network with each BatchNorm2d of C channels replaced by a GroupNorm of C / 16 groups."""
+
     def group_norm(norm: nn.BatchNorm2d) -> nn.GroupNorm:
         return nn.GroupNorm(max(1, norm.num_features // CHANNELS_PER_GROUP), norm.num_features)
 

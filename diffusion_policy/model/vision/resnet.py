@@ -1,4 +1,5 @@
 """ResNets of basic blocks (18 and 34 layers) with torchvision's parameter names and initialisation."""
+
 from collections.abc import Sequence
 
 import torch
@@ -51,7 +52,11 @@ class ResNet(nn.Module):
     @staticmethod
     def _first_block(inputs: int, outputs: int, stride: int) -> BasicBlock:
         # The shortcut is made before the block: its random numbers come first in torchvision, and a seed should mean the same here.
-        shortcut = nn.Sequential(conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs)) if stride != 1 or inputs != outputs else None
+        shortcut = (
+            nn.Sequential(conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
+            if stride != 1 or inputs != outputs
+            else None
+        )
         block = BasicBlock(inputs, outputs, stride)
         block.downsample = shortcut
         return block

@@ -1,4 +1,5 @@
 """robomimic's encoder of images and numbers, as Diffusion Policy's hybrid policies use it: the same parameters under the same names."""
+
 import math
 from collections.abc import Mapping, Sequence
 
@@ -32,7 +33,7 @@ class ResNet18Conv(nn.Module):
 class SpatialSoftmax(nn.Module):
     """Features (B, C, H, W) -> keypoints (B, K, 2): where in the image each of K maps, a 1 x 1 convolution of the features, is large.
 
-        (x_k, y_k) = sum_hw p_khw (x_w, y_h),    p_k = softmax_hw(map_k / temperature),    x_w, y_h from -1 to 1
+    (x_k, y_k) = sum_hw p_khw (x_w, y_h),    p_k = softmax_hw(map_k / temperature),    x_w, y_h from -1 to 1
     """
 
     def __init__(self, input_shape: Sequence[int], num_kp: int = 32):
@@ -45,7 +46,7 @@ class SpatialSoftmax(nn.Module):
         self.register_buffer("pos_y", y.reshape(1, -1))
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        attention = (self.nets(features).flatten(2) / self.temperature).softmax(dim=-1)     # (B, K, H * W)
+        attention = (self.nets(features).flatten(2) / self.temperature).softmax(dim=-1)  # (B, K, H * W)
         return torch.stack([(attention * self.pos_x).sum(-1), (attention * self.pos_y).sum(-1)], dim=-1)
 
 
@@ -75,8 +76,14 @@ class ObservationEncoder(nn.Module):
     width: of the ResNet's first stage; 64 is robomimic's.
     """
 
-    def __init__(self, shape_meta: Mapping, crop_shape: Sequence[int] | None = (76, 76), obs_encoder_group_norm: bool = False,
-                 eval_fixed_crop: bool = False, width: int = 64):
+    def __init__(
+        self,
+        shape_meta: Mapping,
+        crop_shape: Sequence[int] | None = (76, 76),
+        obs_encoder_group_norm: bool = False,
+        eval_fixed_crop: bool = False,
+        width: int = 64,
+    ):
         super().__init__()
         self.obs_shapes = {key: tuple(entry["shape"]) for key, entry in shape_meta["obs"].items()}
         self.obs_nets, self.obs_randomizers = nn.ModuleDict(), nn.ModuleDict()
@@ -98,7 +105,9 @@ class ObservationEncoder(nn.Module):
         for key, shape in self.obs_shapes.items():
             x = obs_dict[key]
             if x.shape[1:] != shape:
-                raise ValueError(f"observation {key!r} must have shape (batch, {', '.join(map(str, shape))}), got {tuple(x.shape)}")
+                raise ValueError(
+                    f"observation {key!r} must have shape (batch, {', '.join(map(str, shape))}), got {tuple(x.shape)}"
+                )
             if key in self.obs_randomizers:
                 x = self.obs_randomizers[key](x)
             if key in self.obs_nets:
@@ -108,5 +117,9 @@ class ObservationEncoder(nn.Module):
 
     def output_shape(self) -> list[int]:
         """[F]"""
-        return [sum(self.obs_nets[key].nets[-1].out_features if key in self.obs_nets else math.prod(shape)
-                    for key, shape in self.obs_shapes.items())]
+        return [
+            sum(
+                self.obs_nets[key].nets[-1].out_features if key in self.obs_nets else math.prod(shape)
+                for key, shape in self.obs_shapes.items()
+            )
+        ]

@@ -1,0 +1,476 @@
+"""Every shipped configuration: composes, builds at full size, and trains, checkpoints and evaluates at the smallest."""
+
+import json
+
+import hydra
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from diffusion_policy.common import checkpoint_io
+from diffusion_policy.common.errors import ConfigError
+from diffusion_policy.scripts import eval as eval_script
+from tests.util import ROOT, load_config, train_here, write_point_clouds, write_pusht
+
+UPSTREAM_IMAGE = [
+    f"train_diffusion_{name}_workspace" for name in ("unet_hybrid", "transformer_hybrid", "unet_image")
+]  # in test_hybrid_policies.py
+NAMES = sorted(path.stem for path in (ROOT / "config").glob("train_*.yaml") if path.stem not in UPSTREAM_IMAGE)
+IMAGE = [name for name in NAMES if name.endswith("_image")]
+DP3 = ["train_dp3", "train_simple_dp3"]
+POINTCLOUD = [name for name in NAMES if name.endswith("_pointcloud") or name in DP3]
+CONFIGS = [name for name in NAMES if name not in (*IMAGE, *POINTCLOUD)]
+ABLATIONS = sorted(path.stem for path in (ROOT / "config/ablation").glob("*.yaml"))
+UPSTREAM = ["train_diffusion_transformer_lowdim_pusht_workspace", "train_diffusion_unet_lowdim_workspace"]
+NAMED = [
+    *UPSTREAM,
+    *(
+        f"train_{objective}_{backbone}_lowdim"
+        for objective in ("idp", "naive_drifting")
+        for backbone in ("transformer", "unet", "mlp")
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_pusht(tmp_path_factory.mktemp("data") / "pusht.zarr")
+
+
+def run(name, output, data, *overrides):
+    cfg = load_config(name, "preset=debug", f"task.dataset.zarr_path={data}", *overrides)
+    workspace = hydra.utils.get_class(cfg._target_)(cfg, output_dir=str(output))
+    return workspace, workspace.run()
+
+
+def test_the_promised_configurations_are_there():
+    assert set(NAMED) <= set(CONFIGS)
+    assert len(ABLATIONS) == 6  # the paper's five, and none
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_trains_checkpoints_and_evaluates(name, tmp_path, data):
+    workspace, summary = run(name, tmp_path / "run", data)
+    assert summary["steps"] == 8 and summary["evaluations"] == 2
+    lines = [json.loads(line) for line in (tmp_path / "run/logs.json.txt").read_text().splitlines()]
+    assert lines[-1]["global_step"] == 7 and "test/mean_score" in lines[-1] and "train_loss" in lines[-1]
+    for file in ("config.yaml", "summary.json", "learning_curve.png", "checkpoints/latest.ckpt"):
+        assert (tmp_path / "run" / file).stat().st_size > 0
+    assert summary["videos"]
+    # The saved policy acts like the one in memory.
+    payload = checkpoint_io.load(summary["checkpoint"])
+    policy = eval_script.load_policy(OmegaConf.create(payload["cfg"]), payload).eval()
+    obs = {"obs": torch.rand(2, 2, payload["cfg"]["task"]["obs_dim"]) * 400}
+    torch.manual_seed(0)
+    expected = workspace.policy.eval().predict_action(obs)["action"]
+    torch.manual_seed(0)
+    assert torch.equal(policy.predict_action(obs)["action"], expected)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "train_idp_transformer_image",
+        "train_naive_drifting_unet_image",
+        "train_consistency_mlp_image",
+        "train_ofp_mlp_image",
+    ],
+)
+def test_trains_and_evaluates_from_images(name, tmp_path, data):
+    workspace, summary = run(
+        name,
+        tmp_path / "run",
+        data,
+        "training.steps_per_epoch=1",
+        "task.env_runner.n_test=1",
+        "task.env_runner.n_test_vis=0",
+        "task.env_runner.max_steps=8",
+    )
+    assert summary["steps"] == 2 and summary["evaluations"] == 2
+    payload = checkpoint_io.load(summary["checkpoint"])
+    policy = eval_script.load_policy(OmegaConf.create(payload["cfg"]), payload).eval()
+    obs = {"image": torch.rand(2, 2, 3, 96, 96), "agent_pos": torch.rand(2, 2, 2) * 400}
+    torch.manual_seed(0)
+    expected = workspace.policy.eval().predict_action(obs)["action"]
+    torch.manual_seed(0)
+    assert torch.equal(policy.predict_action(obs)["action"], expected)
+
+
+def test_every_configuration_of_a_state_has_one_of_images():
+    siblings = [name.replace("_lowdim", "_image") for name in CONFIGS if name not in UPSTREAM]
+    assert sorted(siblings) == IMAGE and len(IMAGE) == 45
+    assert sorted([*(name.replace("_image", "_pointcloud") for name in IMAGE), *DP3]) == POINTCLOUD
+
+
+@pytest.mark.parametrize("name", IMAGE)
+def test_image_configurations_build(name):
+    """They differ from their siblings in the encoder, the task and their sizes alone."""
+    cfg, sibling = load_config(name), load_config(name.replace("_image", "_lowdim"))
+    changed = {key for key in cfg.policy if cfg.policy[key] != sibling.policy.get(key)}
+    assert changed == {"obs_encoder", "shape_meta", "obs_dim"} and cfg.name == name and cfg.task.name == "pusht_image"
+    assert cfg.dataloader.batch_size == cfg.val_dataloader.batch_size == 256
+    small = load_config(name, "preset=debug")
+    policy = hydra.utils.instantiate(small.policy)
+    assert policy.obs_encoder.frame.rgb_keys == ["image"] and type(policy) is hydra.utils.get_class(cfg.policy._target_)
+    assert issubclass(
+        hydra.utils.get_class(cfg._target_),
+        hydra.utils.get_class("diffusion_policy.workspace.train_workspace.TrainWorkspace"),
+    )
+
+
+@pytest.mark.parametrize("backbone, count", [("transformer", 11_522_112), ("unet", 11_374_144), ("mlp", 11_702_848)])
+def test_image_encoders_have_the_protocol_s_size(backbone, count):
+    with torch.device("meta"):
+        policy = hydra.utils.instantiate(load_config(f"train_idp_{backbone}_image").policy)
+    assert sum(p.numel() for p in policy.obs_encoder.parameters()) == count
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("task", ["pusht_state", "pusht_lowdim"])
+def test_builds_at_full_and_at_small_size(name, task):
+    for preset in ("paper", "cpu"):
+        with torch.device("meta"):  # sizes without the memory
+            cfg = load_config(name, f"preset={preset}", f"task={task}")
+            policy = hydra.utils.instantiate(cfg.policy)
+        assert sum(p.numel() for p in policy.parameters()) > (5e6 if preset == "paper" else 1e4)
+
+
+@pytest.mark.parametrize("target", ["IDPPolicy", "NaiveDriftingPolicy"])
+@pytest.mark.parametrize("name", UPSTREAM)
+def test_swapping_only_the_policy_target_of_an_upstream_configuration_trains(name, target, tmp_path, data):
+    workspace, summary = run(name, tmp_path / "run", data, f"policy._target_=idp_workspace.policy.{target}")
+    assert type(workspace.model).__name__ == target and summary["steps"] == 8
+    assert type(workspace.model.model).__module__.startswith("diffusion_policy.model.diffusion.")
+
+
+def test_intervals_count_epochs_from_one_and_include_the_last(tmp_path, data):
+    run(
+        "train_idp_mlp_lowdim",
+        tmp_path / "run",
+        data,
+        "training.num_epochs=5",
+        "training.rollout_every=2",
+        "training.checkpoint_every=2",
+        "training.val_every=3",
+        "task.dataset.val_ratio=0.2",
+        "task.env_runner.max_steps=8",
+        "task.env_runner.n_test_vis=0",
+        "lambda_schedule=ramp",
+    )
+    lines = [json.loads(line) for line in (tmp_path / "run/logs.json.txt").read_text().splitlines()]
+    epochs = lambda key: [line["epoch"] + 1 for line in lines if key in line]
+    assert epochs("test/mean_score") == [2, 4, 5] and epochs("val_loss") == [3, 5]
+
+
+def test_a_run_reports_the_best_and_the_mean_of_the_last_five_evaluations(tmp_path, data):
+    workspace, _ = run(
+        "train_idp_mlp_lowdim", tmp_path / "run", data, "task.env_runner.max_steps=8", "task.env_runner.n_test_vis=0"
+    )
+    workspace.scores = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    summary = workspace._summary(tmp_path / "run", finished=True)
+    assert (summary["score"], summary["best_score"], summary["mean_of_last_scores"]) == (6.0, 6.0, 4.0)
+    workspace.scores = [6.0, 0.0, 5.0, 1.0, 4.0, 3.0, 2.0]  # DP3 reports the mean of the five best
+    assert workspace._summary(tmp_path / "run", finished=True)["mean_of_best_scores"] == 4.0
+
+
+@pytest.mark.parametrize("ablation", ABLATIONS)
+def test_every_ablation_trains(ablation, tmp_path, data):
+    workspace, _ = run(
+        "train_idp_mlp_lowdim", tmp_path / "run", data, f"ablation={ablation}", "task.env_runner.max_steps=8"
+    )
+    options = workspace.model.options
+    assert {
+        "none": True,
+        "without_terminal_eval": workspace.model.lambda_prox == 0,
+        "uniform_neighbors": options.weights == "uniform",
+        "shuffled_neighbors": options.weights == "shuffled",
+        "without_reference": options.reference == "none",
+        "absolute_excess": options.excess == "absolute",
+    }[ablation]
+
+
+def test_the_paper_s_preset_has_the_paper_s_values():
+    cfg = load_config("train_idp_transformer_lowdim")
+    policy = hydra.utils.instantiate(cfg.policy)
+    assert policy.lambda_prox == pytest.approx(81) and policy.options.lambda_schedule == "constant"
+    assert (policy.options.tau, policy.options.granularity, policy.options.reference) == (1.0, "per_step", "batch")
+    assert cfg.training.steps_per_epoch * cfg.training.num_epochs == 300_000
+    assert (
+        cfg.dataloader.batch_size,
+        cfg.optimizer.lr,
+        cfg.optimizer.weight_decay,
+        cfg.ema.rate,
+        cfg.training.grad_clip_norm,
+    ) == (1024, 1e-4, 1e-5, 0.995, 10.0)
+    # MIP's network for PushT from state, less its unused scalar head, and its encoder.
+    assert sum(p.numel() for p in policy.model.parameters()) == 20_272_130
+    assert sum(p.numel() for p in policy.obs_encoder.parameters()) == 447_744
+
+
+@pytest.mark.parametrize("name", UPSTREAM)
+def test_upstream_configurations_have_upstream_s_values(name, golden):
+    reference = json.loads((golden / "resolved_configs.json").read_text())["workspaces"][name]
+    reference = reference.get("config", reference)
+
+    def flat(value, prefix=""):
+        if not isinstance(value, dict):
+            return {prefix: value}
+        return {
+            k: v for key, child in value.items() for k, v in flat(child, f"{prefix}.{key}" if prefix else key).items()
+        }
+
+    ours = flat(OmegaConf.to_container(load_config(name), resolve=True))
+    # What differs on purpose: where data, device and logs are, and no loader processes for data that is in memory.
+    allowed = (
+        "logging.",
+        "multi_run.",
+        "training.device",
+        "dataloader.num_workers",
+        "val_dataloader.num_workers",
+        "task.dataset.zarr_path",
+    )
+    different = {
+        key: (value, ours.get(key))
+        for key, value in flat(reference).items()
+        if ours.get(key) != value and not key.startswith(allowed)
+    }
+    assert not different
+
+
+def test_layers_of_the_code(repo_root):
+    """The host knows nothing of the plugin; the plugin uses only what upstream also has at the same path."""
+    import ast
+
+    upstream = {
+        "diffusion_policy.model.common.normalizer": {"LinearNormalizer", "SingleFieldLinearNormalizer"},
+        "diffusion_policy.model.diffusion.conditional_unet1d": {"ConditionalUnet1D"},
+        "diffusion_policy.policy.base_image_policy": {"BaseImagePolicy"},
+        "diffusion_policy.policy.base_lowdim_policy": {"BaseLowdimPolicy"},
+        "diffusion_policy.policy.diffusion_transformer_hybrid_image_policy": {"DiffusionTransformerHybridImagePolicy"},
+        "diffusion_policy.policy.diffusion_unet_hybrid_image_policy": {"DiffusionUnetHybridImagePolicy"},
+        "diffusion_policy.workspace.base_workspace": {"BaseWorkspace"},
+        "diffusion_policy.workspace.train_diffusion_unet_image_workspace": {"TrainDiffusionUnetImageWorkspace"},
+        "diffusion_policy.workspace.train_diffusion_unet_lowdim_workspace": {"TrainDiffusionUnetLowdimWorkspace"},
+        "diffusion_policy.common.pytorch_util": {"dict_apply"},
+    }
+    for path in (repo_root / "diffusion_policy").rglob("*.py"):
+        assert "idp_workspace" not in path.read_text(), f"{path} knows the plugin"
+    for path in (repo_root / "idp_workspace").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("diffusion_policy"):
+                names = {alias.name for alias in node.names}
+                assert names <= upstream.get(node.module, set()), (
+                    f"{path} imports {names} from {node.module}, which upstream does not have"
+                )
+            elif isinstance(node, ast.Import):
+                assert not any(alias.name.startswith("diffusion_policy") for alias in node.names), path
+    # Third parties extend the namespace package.
+    assert not (repo_root / "diffusion_policy/__init__.py").exists()
+
+
+# robomimic's tasks
+
+ROBOMIMIC = sorted(path.stem for path in (ROOT / "config/task").glob("*_[pm]h_*.yaml"))
+METHODS = sorted({name.removeprefix("train_").rsplit("_", 2)[0] for name in IMAGE})
+
+
+def test_robomimic_s_tasks_have_the_protocol_s_values():
+    dims = {"lift": 19, "can": 23, "square": 23, "tool_hang": 53, "transport": 59}
+    assert ROBOMIMIC == sorted(
+        f"{task}_{kind}_{obs}"
+        for task in dims
+        for kind in ("ph", "mh")
+        for obs in ("lowdim", "image")
+        if (task, kind) != ("tool_hang", "mh")
+    )
+    for name in ROBOMIMIC:
+        task, kind, obs = name.rsplit("_", 2)
+        cfg = load_config(f"train_idp_transformer_{obs}", f"task={name}")
+        long, arms = task in ("transport", "tool_hang"), 2 if task == "transport" else 1
+        assert (
+            cfg.task.name == cfg.task_name == name
+            and cfg.task.abs_action
+            and cfg.task.dataset.normalization == "min_max"
+        )
+        assert cfg.task.dataset_path == cfg.task.dataset.dataset_path == cfg.task.env_runner.dataset_path
+        assert (
+            cfg.task.dataset_path
+            == f"data/robomimic/datasets/{task}/{kind}/{'low_dim' if obs == 'lowdim' else 'image'}_abs.hdf5"
+        )
+        assert cfg.horizon == cfg.task.dataset.horizon == (16 if (task, kind) == ("lift", "ph") else 10)
+        assert cfg.task.env_runner.max_steps == (700 if long else 400) and cfg.task.action_dim == 10 * arms
+        if obs == "lowdim":
+            assert cfg.task.obs_dim == dims[task] and len(cfg.task.obs_keys) == 1 + 3 * arms
+            assert cfg.task.env_runner.obs_keys == cfg.task.dataset.obs_keys == cfg.task.obs_keys
+        else:
+            shapes = {key: tuple(value.shape) for key, value in cfg.task.shape_meta.obs.items()}
+            rgb = {key for key, value in cfg.task.shape_meta.obs.items() if value.type == "rgb"}
+            view = {
+                "transport": ["shouldercamera0", "shouldercamera1", "robot1_eye_in_hand"],
+                "tool_hang": ["sideview"],
+            }.get(task, ["agentview"])
+            assert rgb == {f"{camera}_image" for camera in ["robot0_eye_in_hand", *view]} and {
+                shapes[key] for key in rgb
+            } == {(3, 84, 84)}
+            assert {key: shapes[key] for key in shapes if key not in rgb} == {
+                f"robot{arm}_{key}": shape
+                for arm in range(arms)
+                for key, shape in (("eef_pos", (3,)), ("eef_quat", (4,)), ("gripper_qpos", (2,)))
+            }
+            assert cfg.task.env_runner.render_obs_key == f"{view[0]}_image" and cfg.task.crop_shape == [76, 76]
+
+
+def test_another_kind_of_demonstrations_is_one_word():
+    cfg = load_config("train_idp_mlp_lowdim", "task=lift_ph_lowdim", "task.dataset_type=scripted")
+    assert (
+        cfg.task.dataset.dataset_path == "data/robomimic/datasets/lift/scripted/low_dim_abs.hdf5"
+        and cfg.task.name == "lift_scripted_lowdim"
+    )
+
+
+def test_the_horizon_is_the_task_s_but_the_unet_s_a_power_of_two():
+    for backbone, task, expected in (
+        ("mlp", "can_ph_lowdim", 10),
+        ("transformer", "lift_ph_lowdim", 16),
+        ("unet", "can_ph_lowdim", 16),
+        ("unet", "lift_mh_lowdim", 16),
+        ("mlp", "pusht_state", 16),
+        ("unet", "pusht_lowdim", 16),
+    ):
+        assert load_config(f"train_idp_{backbone}_lowdim", f"task={task}").policy.horizon == expected
+        assert load_config(f"train_idp_{backbone}_lowdim", f"task={task}", "horizon=12").task.dataset.horizon == 12
+    for name in UPSTREAM:
+        assert load_config(name, "task=can_ph_lowdim").horizon == 16
+
+
+@pytest.mark.parametrize("index, name", list(enumerate(ROBOMIMIC)))
+def test_every_method_builds_with_robomimic_s_tasks(index, name):
+    """A fifth of the methods, each with another network, for each task; between them, the tasks see all of them."""
+    obs = name.rsplit("_", 1)[1]
+    for number, method in enumerate(METHODS):
+        if (number + index) % 5 == 0:
+            backbone = ("transformer", "unet", "mlp")[(number + index // 3) % 3]
+            cfg = load_config(f"train_{method}_{backbone}_{obs}", f"task={name}", "preset=debug")
+            with torch.device("meta"):
+                policy = hydra.utils.instantiate(cfg.policy)
+            assert (policy.horizon, policy.action_dim) == (cfg.horizon, cfg.task.action_dim)
+    for name_of_upstream in UPSTREAM if obs == "lowdim" else ():
+        hydra.utils.instantiate(load_config(name_of_upstream, f"task={name}", "preset=debug").policy)
+
+
+# tasks observed through point clouds
+
+
+@pytest.fixture(scope="module")
+def clouds(tmp_path_factory):
+    return write_point_clouds(tmp_path_factory.mktemp("data") / "clouds.zarr")
+
+
+@pytest.mark.parametrize("name", POINTCLOUD)
+def test_every_method_trains_on_point_clouds(name, tmp_path, clouds):
+    cfg = load_config(name)
+    assert (
+        cfg.name == name
+        and cfg.task.name == "assembly"
+        and cfg.dataloader.batch_size == cfg.val_dataloader.batch_size == 128
+    )
+    assert (cfg.n_obs_steps, cfg.horizon, cfg.n_action_steps) == ((2, 16, 8) if name == "train_dp3" else (2, 4, 3))
+    own = "one_step_diffusion" in name  # has its own rate and betas
+    assert list(cfg.optimizer.betas) == [0.0 if own else 0.95, 0.999] and cfg.optimizer.lr == (1e-5 if own else 1e-4)
+    assert (cfg.optimizer.weight_decay, cfg.ema.rate, cfg.ema.power) == (1e-6, None, 0.75)
+    assert (
+        cfg.training.num_epochs,
+        cfg.training.rollout_every,
+        cfg.training.steps_per_epoch,
+        cfg.training.lr_warmup_steps,
+    ) == (3000, 200, None, 500)
+    workspace, summary = train_here(
+        tmp_path / "run",
+        name,
+        "preset=debug",
+        f"task.zarr_path={clouds}",
+        "task.env_runner=null",
+        "training.steps_per_epoch=1",
+    )
+    assert (
+        summary["steps"] == 2
+        and summary["score"] is None
+        and type(workspace.model.obs_encoder).__name__ == "DP3Encoder"
+    )
+    payload = checkpoint_io.load(summary["checkpoint"])
+    policy = eval_script.load_policy(OmegaConf.create(payload["cfg"]), payload).eval()
+    obs = {"point_cloud": torch.randn(2, 2, 16, 3), "agent_pos": torch.randn(2, 2, 9)}
+    torch.manual_seed(0)
+    expected = workspace.policy.eval().predict_action(obs)["action"]
+    torch.manual_seed(0)
+    assert torch.equal(policy.predict_action(obs)["action"], expected) and expected.shape == (2, cfg.n_action_steps, 4)
+
+
+@pytest.mark.parametrize(
+    "overrides, points, state, action",
+    [
+        (["task=adroit", "task.name=hammer"], 512, 24, 26),
+        (["task=adroit", "task.name=door"], 512, 24, 28),
+        (["task=adroit", "task.name=pen"], 512, 24, 24),
+        (["task=dexart", "task.name=laptop"], 1024, 32, 22),
+        (["task=dexart", "task.name=bucket"], 1024, 33, 22),
+        (["task=metaworld"], 1024, 9, 4),
+        (["task=metaworld", "preset=cpu"], 256, 9, 4),
+        (["task=adroit", "preset=cpu"], 256, 24, 26),
+    ],
+)
+def test_one_file_describes_all_tasks_of_a_suite(overrides, points, state, action):
+    for name in ("train_idp_transformer_pointcloud", "train_naive_drifting_unet_pointcloud", "train_simple_dp3"):
+        with torch.device("meta"):
+            cfg = load_config(name, *overrides)
+            policy = hydra.utils.instantiate(cfg.policy)
+        assert policy.generator.entries["point_cloud"].shape == (points, 3) and policy.generator.entries[
+            "agent_pos"
+        ].shape == (state,)
+        assert (
+            policy.action_dim == action
+            and cfg.task.env_runner.n_test == 20
+            and cfg.task.env_runner.num_points == points
+        )
+        assert ("imagin_robot" in policy.generator.entries) == ("task=dexart" in overrides)
+
+
+def test_dp3_has_its_sizes_and_its_sampler():
+    with torch.device("meta"):
+        large, small = (hydra.utils.instantiate(load_config(name).policy) for name in DP3)
+    millions = lambda policy: sum(p.numel() for p in policy.parameters()) / 1e6
+    assert 255 < millions(large) < 256 and 7 < millions(small) < 8
+    for policy in (large, small):
+        assert (
+            policy.nfe == 10 and policy.train_steps == 100 and policy.noise_scheduler.config.prediction_type == "sample"
+        )
+
+
+@pytest.mark.parametrize("target", ["IDPPolicy", "NaiveDriftingPolicy"])
+def test_swapping_only_the_policy_target_of_dp3_trains(target, tmp_path, clouds):
+    workspace, summary = train_here(
+        tmp_path / "run",
+        "train_simple_dp3",
+        "preset=debug",
+        f"task.zarr_path={clouds}",
+        "task.env_runner=null",
+        f"policy._target_=idp_workspace.policy.{target}",
+    )
+    assert type(workspace.model).__name__ == target and summary["steps"] == 8
+
+
+def test_a_policy_trained_without_a_simulator_cannot_be_evaluated(tmp_path, clouds, capsys):
+    _, summary = train_here(
+        tmp_path / "run", "train_idp_mlp_pointcloud", "preset=debug", f"task.zarr_path={clouds}", "task.env_runner=null"
+    )
+    assert "eval.py" not in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="trained without a simulator"):
+        eval_script.main(["--checkpoint", summary["checkpoint"]])
+    with pytest.raises(ConfigError, match="task.env_runner must be a section"):
+        train_here(
+            tmp_path / "other",
+            "train_idp_mlp_pointcloud",
+            "preset=debug",
+            f"task.zarr_path={clouds}",
+            "task.env_runner=none",
+        )
