@@ -430,7 +430,11 @@ class Payload:
 
 
 def test_pickles_in_a_zarr_never_run(copied, tmp_path, monkeypatch):
-    """numcodecs before 0.16 decodes pickles, later ones when told to; one codec for text before it is enough for zarr to use it."""
+    """Data encoded with the pickle codec is refused.
+
+    numcodecs before 0.16 decodes pickles, and later versions when allowed to. zarr uses the codec as soon as a text codec
+    comes before it.
+    """
     monkeypatch.setattr("numcodecs.pickles.ALLOW_UNSAFE_PICKLE_DECODE", True, raising=False)
     edit(
         copied / "data/action/.zarray",
