@@ -1,4 +1,4 @@
-"""Reference numbers computed by upstream's and MIP's own code; README.md says which file is from where."""
+"""Reference numbers for upstream and MIP; README.md says how each file was computed."""
 
 import gzip
 import json

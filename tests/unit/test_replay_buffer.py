@@ -432,8 +432,8 @@ class Payload:
 def test_pickles_in_a_zarr_never_run(copied, tmp_path, monkeypatch):
     """Data encoded with the pickle codec is refused.
 
-    numcodecs before 0.16 decodes pickles, and later versions when allowed to. zarr uses the codec when a text codec comes
-    before it.
+    numcodecs before 0.16 decodes pickles, and later versions when allowed to. zarr uses the codec when a text
+    codec comes before it.
     """
     monkeypatch.setattr("numcodecs.pickles.ALLOW_UNSAFE_PICKLE_DECODE", True, raising=False)
     edit(
