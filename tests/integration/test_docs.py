@@ -4,6 +4,7 @@ A block is marked quick by the comment `<!-- quick -->` on the line before its f
 """
 
 import argparse
+import ast
 import dataclasses
 import itertools
 import os
@@ -149,6 +150,7 @@ def check_module(module: str, arguments: list[str], monkeypatch) -> None:
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
     monkeypatch.setattr(sys, "argv", [module, *arguments])
+    monkeypatch.delitem(sys.modules, module, raising=False)  # it is run as a script, from its beginning
     try:
         with pytest.raises(Parsed):
             runpy.run_module(module, run_name="__main__")
@@ -187,6 +189,15 @@ def test_command_parses(command, monkeypatch):
             pass
         case _:
             pytest.fail(f"no rule to check this command: {command}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_python_blocks_import_what_exists(page):
+    for block in FENCE.finditer(page.read_text()):
+        if block["language"] == "python":
+            tree = ast.parse(block["body"])
+            imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+            exec(compile(ast.Module(imports, type_ignores=[]), str(page), "exec"), {})
 
 
 def test_commands_were_found():
