@@ -6,6 +6,7 @@ tensor (B,) or (), samples are (B, H, D).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -111,6 +112,6 @@ def heun(
     denoise: Callable[[Tensor, Tensor], Tensor], x: Tensor, levels: Tensor, sigma_min: float = SIGMA_MIN
 ) -> Tensor:
     """Follow the ODE through falling noise levels (n + 1,), with 2 n - 1 denoiser calls if the last is sigma_min."""
-    for sigma, to in zip(levels[:-1], levels[1:]):
+    for sigma, to in itertools.pairwise(levels):
         x = heun_step(denoise, x, sigma.expand(len(x)), to.expand(len(x)), sigma_min)
     return x

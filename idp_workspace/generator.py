@@ -52,12 +52,12 @@ class Generator:
             assert self.obs_encoder is not None
             frames = {key: obs[key][:, : self.n_obs_steps] for key in self.entries}
             if not self.per_frame:
-                return self.obs_encoder(frames)  # type: ignore[no-any-return]
+                return self.obs_encoder(frames)
             features = self.obs_encoder({key: value.flatten(0, 1) for key, value in frames.items()})
-            return features.unflatten(0, (-1, self.n_obs_steps))  # type: ignore[no-any-return]
+            return features.unflatten(0, (-1, self.n_obs_steps))
         obs = obs[:, : self.n_obs_steps]
         if self.obs_encoder is not None:
-            return self.obs_encoder(obs)  # type: ignore[no-any-return]
+            return self.obs_encoder(obs)
         if self.conditioning == "obs_as_local_cond":
             return nn.functional.pad(obs, (0, 0, 0, self.horizon - self.n_obs_steps))
         return obs
@@ -82,7 +82,7 @@ class Generator:
         condition = {CONDITIONING[self.conditioning]: cond}
         if s is not None:
             condition["start_time"] = per_sample(s, action)
-        return self.model(action, per_sample(t, action), **condition)  # type: ignore[no-any-return]
+        return self.model(action, per_sample(t, action), **condition)
 
 
 def per_sample(time: float | Tensor, action: Tensor) -> Tensor:

@@ -221,8 +221,7 @@ def statistics(features: Tensor, m: Tensor, g: Geometry) -> dict[str, float]:
     """Return the size of the excess and of the neighbourhoods in one batch."""
     values = (torch.diagonal(m, dim1=-2, dim2=-1) if m.ndim == 4 else m).float().flatten()
     # A shuffled neighbourhood has the size of the original one, and logging must not draw random numbers.
-    switches = {"weights": "softmax"} if g.weights == "shuffled" else {}
-    w = neighbor_weights(features, dataclasses.replace(g, **switches))
+    w = neighbor_weights(features, dataclasses.replace(g, weights="softmax") if g.weights == "shuffled" else g)
     return {
         "m_mean": values.mean().item(),
         "m_p99": values.kthvalue(max(1, round(0.99 * len(values)))).values.item(),

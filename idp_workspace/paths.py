@@ -5,6 +5,7 @@ t = 0 is noise and t = 1 is data; an interval goes from its start s to its end t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -53,7 +54,7 @@ def flow_steps(
 ) -> Tensor:
     """x <- x + (t - s) u(x, s, t) over `steps` equal intervals [s, t] of [t0, t1], with their average velocity u."""
     grid = [t0 + (t1 - t0) * k / steps for k in range(steps + 1)]
-    for s, t in zip(grid[:-1], grid[1:], strict=True):
+    for s, t in itertools.pairwise(grid):
         x = x + (t - s) * average_velocity(x, s, t)
     return x
 

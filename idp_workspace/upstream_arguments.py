@@ -110,7 +110,9 @@ def build_generator(owner: str, known_options: Iterable[str] = (), **arguments: 
         )
     executed_only = bool(given.get("pred_action_steps_only", False))
 
-    model, obs_encoder, per_frame = given.get("model"), given.get("obs_encoder"), hybrid
+    model: Any = given.get("model")
+    obs_encoder: Any = given.get("obs_encoder")
+    per_frame = hybrid
     parts = {name: given[name] for name in used if name in given}
     if hybrid:
         if transformer:
@@ -216,7 +218,7 @@ def probe_encoder(encoder: nn.Module, entries: Mapping[str, Entry], n_obs_steps:
         try:
             with evaluating(encoder):
                 shape = tuple(encoder(zeros(entries, lead, encoder)).shape)
-        except Exception as error:  # noqa: BLE001 - any failure of a user's encoder becomes part of one message
+        except Exception as error:  # any failure of a user's encoder becomes part of one message
             problems.append(f"given (*{lead}, *shape) it fails: {error}")
             continue
         if shape[:-1] == lead:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import math
@@ -45,6 +46,7 @@ from idp_workspace.geometry_variants import (
     neighbor_weights,
     reference_covariance,
 )
+from idp_workspace.policy.base import GeneratorPolicy
 
 FILES = ("geometry.png", "m_distribution.png", "geometry.json")
 PACKAGES = ("torch", "numpy", "matplotlib", "hydra-core", "implicit-drifting-policy")
@@ -124,12 +126,12 @@ class Scene:
     executed: range  # chunk steps that the policy executes
 
 
-def load(path: str, trust: bool) -> tuple[BaseWorkspace, torch.nn.Module, Any]:
+def load(path: str, trust: bool) -> tuple[BaseWorkspace, GeneratorPolicy, Any]:
     """Return the workspace of a checkpoint, the policy with the weights that act, and the dataset."""
     try:
         workspace = BaseWorkspace.create_from_checkpoint(path, trust=trust)
         averaged = getattr(workspace, "ema_model", None)  # None unless training.use_ema
-        policy = workspace.model if averaged is None else averaged
+        policy = workspace.model if averaged is None else averaged  # type: ignore[attr-defined]
         if not hasattr(policy, "generator"):
             raise ValueError(
                 f"{path} holds a {type(policy).__name__}, which has no generator whose observation features could be "
@@ -174,7 +176,7 @@ def choose_windows(total: int, batch: int, first: list[int], seed: int) -> np.nd
 
 @torch.no_grad()
 def compute(
-    policy: torch.nn.Module,
+    policy: GeneratorPolicy,
     dataset: Any,
     windows: np.ndarray,
     step: int | None,
@@ -182,7 +184,7 @@ def compute(
     seed: int,
     device: torch.device,
 ) -> Scene:
-    """One feature pass over `windows`, and the geometry of what comes out."""
+    """Pass `windows` through the encoder once, and compute the geometry of its features."""
     generator = policy.generator
     dim, horizon = generator.action_dim, generator.horizon
     if dim < 2:
@@ -210,7 +212,8 @@ def compute(
     points = batch["action"][:, chunk][:, step, list(dims)].cpu()  # (B, 2), in the dataset's units
 
     switches = policy.options if isinstance(policy.options, Geometry) else Geometry()
-    v_ref = policy.reference_variance.cpu() if hasattr(policy, "reference_variance") else None
+    v_ref = dict(policy.named_buffers()).get("reference_variance")
+    v_ref = None if v_ref is None else v_ref.cpu()
     # Shuffled neighbourhoods are drawn at random: the same seed twice makes the weights shown those that m was
     # computed with.
     torch.manual_seed(seed)
@@ -237,7 +240,7 @@ def compute(
         neighbors=effective_neighbors(w).numpy(),
         switches=switches.subset(Geometry),
         step=step,
-        dims=tuple(dims),
+        dims=(dims[0], dims[1]),
         executed=range(first, first + policy.n_action_steps),
     )
 
@@ -402,7 +405,7 @@ def draw_distribution(
     figure.get_layout_engine().set(h_pad=0.12, w_pad=0.1)
     axes = figure.subplots(rows, 3, squeeze=False)
     batch, horizon, dim = scene.m.shape
-    colors = matplotlib.colormaps["tab10" if dim <= 10 else "tab20"].colors
+    colors = matplotlib.colormaps["tab10" if dim <= 10 else "tab20"].colors  # type: ignore[attr-defined]
     many = {"fontsize": 9, "ncols": 1 + (dim - 1) // 8}
 
     axis = axes[0, 0]
@@ -612,7 +615,7 @@ def visualize(options: argparse.Namespace, command: str = "") -> dict[str, Any]:
     }
     output.mkdir(parents=True, exist_ok=True)
     for name, figure in images.items():
-        write(output / name, lambda file: figure.savefig(file, format="png", dpi=130))
+        write(output / name, functools.partial(figure.savefig, format="png", dpi=130))
     write(output / "geometry.json", lambda file: file.write(json.dumps(report, indent=2).encode()))
     kappa, m = report["kappa"], report["m"]
     print(

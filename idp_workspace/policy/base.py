@@ -33,8 +33,10 @@ class GeneratorPolicy(BaseLowdimPolicy, BaseImagePolicy):
 
     def __init__(self, options: Any = None, **arguments: Unpack[UpstreamArguments]) -> None:
         super().__init__()
-        own, rest = split_options(self.Options, arguments)
-        self.options = own if options is None else options
+        rest: dict[str, Any] = dict(arguments)
+        if options is None:
+            options, rest = split_options(self.Options, rest)
+        self.options: Any = options
         names = [field.name for field in dataclasses.fields(self.Options)]
         self.generator = build_generator(type(self).__name__, names, **rest)
         self.model = self.generator.model
@@ -93,7 +95,7 @@ class GeneratorPolicy(BaseLowdimPolicy, BaseImagePolicy):
         """Return AdamW as upstream's transformer workspaces ask for it: no decay of biases, norms and embeddings."""
         decay = next((d for d in (transformer_weight_decay, weight_decay) if d is not None), 1e-3)
         if hasattr(self.model, "get_optim_groups"):
-            groups = list(self.model.get_optim_groups(weight_decay=decay))
+            groups = list(self.model.get_optim_groups(weight_decay=decay))  # type: ignore[operator]
         else:
             groups = [{"params": list(self.model.parameters()), "weight_decay": decay}]
         if self.obs_encoder is not None:

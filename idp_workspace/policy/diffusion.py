@@ -54,7 +54,7 @@ class DDPMPolicy(GeneratorPolicy):
 
     @property
     def train_steps(self) -> int:
-        return self.noise_scheduler.config.num_train_timesteps  # type: ignore[no-any-return]
+        return self.noise_scheduler.config.num_train_timesteps
 
     @property
     def nfe(self) -> int:

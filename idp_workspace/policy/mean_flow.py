@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -109,13 +109,15 @@ def dispersion(z: Tensor) -> Tensor:
 def blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks whose outputs are features: the levels of a UNet on the way down, else the layers."""
     found: list[nn.Module] = []
-    stack = getattr(model, "decoder", None) or getattr(model, "encoder", None)
+    stack: Any = getattr(model, "decoder", None) or getattr(model, "encoder", None)
+    net: Any = getattr(model, "net", None)
     if hasattr(model, "down_modules"):
-        found = [level[1] for level in model.down_modules]  # the second residual block, before the resolution is halved
+        levels: Any = model.down_modules
+        found = [level[1] for level in levels]  # the second residual block, before the resolution is halved
     elif hasattr(stack, "layers"):
         found = list(stack.layers)
-    elif isinstance(getattr(model, "net", None), nn.Sequential):
-        found = [layer for layer in model.net if isinstance(layer, nn.Sequential)]
+    elif isinstance(net, nn.Sequential):
+        found = [layer for layer in net if isinstance(layer, nn.Sequential)]
     if not found:
         raise ValueError(
             f"the dispersive term does not know the blocks of {type(model).__name__}: set policy.dispersive=0"

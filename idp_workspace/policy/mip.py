@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from idp_workspace.policy.idp import IDPOptions, IDPPolicy
+from idp_workspace.policy.idp import IDPPolicy
+from idp_workspace.policy.idp_options import IDPOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -58,6 +58,7 @@ class OFPPolicy(GeneratorPolicy):
 
     Options = OFPOptions
     options: OFPOptions
+    updates: Tensor
 
     def __init__(self, options: OFPOptions | None = None, **arguments: Any) -> None:
         super().__init__(options, **arguments)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from idp_workspace.paths import squared_error
-from idp_workspace.policy.idp import paper_lambda
+from idp_workspace.policy.idp_options import PAPER_PROPOSAL, paper_lambda
 from idp_workspace.policy.mip import MIPOptions, MIPPolicy
-from idp_workspace.proposals import Proposal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,7 +18,7 @@ class TSDOptions(MIPOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.proposal != Proposal():
+        if self.proposal != PAPER_PROPOSAL:
             raise ValueError(
                 "proposal: TSD trains its first stage from one noise sample; IDP's proposal does not apply"
             )

@@ -17,11 +17,11 @@ TEACHER_WORKSPACE = "idp_workspace.workspace.train_lowdim_workspace.TrainLowdimW
 
 def teacher_config(cfg: DictConfig) -> DictConfig:
     """Return the config of the teacher's run: the student's, updated by its section `teacher`, with that policy."""
-    run = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    run: Any = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
     overrides = run.pop("teacher")
     policy = overrides.pop("policy")
     run = OmegaConf.merge(run, overrides, {"name": f"{cfg.name}_teacher", "_target_": TEACHER_WORKSPACE})
-    run.policy = policy  # not merged: a student's options mean nothing to its teacher
+    run.policy = policy  # not merged: options of a student do not apply to its teacher
     return run
 
 

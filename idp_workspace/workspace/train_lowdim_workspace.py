@@ -5,7 +5,7 @@ from __future__ import annotations
 try:
     from diffusion_policy.workspace.train_workspace import TrainWorkspace
 except ImportError:  # upstream's own tree has no common training loop
-    from diffusion_policy.workspace.train_diffusion_unet_lowdim_workspace import (  # type: ignore[assignment]
+    from diffusion_policy.workspace.train_diffusion_unet_lowdim_workspace import (
         TrainDiffusionUnetLowdimWorkspace as TrainWorkspace,
     )
 

@@ -170,9 +170,8 @@ def test_a_perfect_denoiser_has_no_loss_and_acts_perfectly():
         # Straight paths from 80 eps end at a + 0.02 eps.
         assert (policy.predict_action(data())["action_pred"] - 0.5).abs().max() < 0.1
         assert policy.model.calls == nfe
-    policy.nfe = 2
     with pytest.raises(ValueError, match="odd"):
-        policy.predict_action(data())
+        policy.nfe = 2
 
 
 def test_the_loss_of_the_denoiser_from_its_definition():

@@ -335,7 +335,6 @@ def test_network_calls(policy_class, nfe, calls):
         (FlowMatchingPolicy, (0,)),
         (ConsistencyFlowPolicy, (0,)),
         (DDPMPolicy, (0, 101)),
-        (RegressionPolicy, (2,)),
     ],
 )
 def test_calls_that_cannot_be_made(policy_class, wrong):
