@@ -9,7 +9,7 @@ from diffusion_policy.common.point_cloud import View, back_project, farthest_poi
 from diffusion_policy.common.replay_buffer import ReplayBuffer
 from diffusion_policy.dataset.point_cloud_dataset import PointCloudDataset
 from diffusion_policy.model.diffusion.conditional_unet1d import ConditionalUnet1D
-from diffusion_policy.model.vision.pointnet_extractor import DP3Encoder, PointNetEncoder
+from diffusion_policy.model.dp3.encoder import DP3Encoder, PointNetEncoder
 from idp_workspace.policy import IDPPolicy
 from tests.util import write_point_clouds
 
@@ -179,7 +179,7 @@ def test_one_block_a_level_is_the_small_variant_and_two_are_as_before():
         4,
         4,
     )
-    with pytest.raises(ConfigError, match="at least one block"):
+    with pytest.raises(ConfigError, match="at least 1"):
         ConditionalUnet1D(4, blocks_per_level=0)
 
 
