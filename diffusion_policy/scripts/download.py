@@ -219,7 +219,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-# urllib, not requests: that does not resume either, drops the last block before a cut and cannot read file:// addresses.
+# urllib, not requests: that does not resume either, loses the last block before a cut and cannot read file:// URLs.
 # huggingface_hub resumes, but neither from a mirror (--url) nor with a checksum.
 def fetch(url: str, part: Path) -> str | None:
     """Download `url` to `part`, resuming an earlier attempt if the server supports it.

@@ -217,10 +217,10 @@ def test_actions_can_be_clipped(tmp_path):
 def test_demonstrations_that_do_not_fit_are_refused(tmp_path):
     path = write_point_clouds(tmp_path / "demos.zarr", points=16)
     with pytest.raises(
-        DataError, match=r"'point_cloud' holds points of shape \(16, 6\) a step, \(32, 3\) are asked for"
+        DataError, match=r"'point_cloud' has shape \(16, 6\) per step, but shape_meta asks for \(32, 3\)"
     ):
         PointCloudDataset(path, shape_meta(32))
-    with pytest.raises(DataError, match=r"'state' holds steps of shape \(9,\)"):
+    with pytest.raises(DataError, match=r"'state' has shape \(9,\) per step"):
         PointCloudDataset(path, shape_meta(state=8))
     with pytest.raises(DataError, match="'action' holds steps of shape"):
         PointCloudDataset(path, shape_meta(action=7))

@@ -5,7 +5,7 @@ last `last_n_dims` dimensions of the data.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ class LinearNormalizer(DictOfTensorMixin):
     @torch.no_grad()
     def fit(
         self,
-        data: Array | dict[str, Array],
+        data: Array | Mapping[str, Array],
         last_n_dims: int = 1,
         dtype: torch.dtype = torch.float32,
         mode: str = "limits",
@@ -37,7 +37,7 @@ class LinearNormalizer(DictOfTensorMixin):
         fit_offset: bool = True,
     ) -> None:
         """Fit each field of `data`, a dict of (..., D) arrays or tensors (or one such array)."""
-        fields = data if isinstance(data, dict) else {DEFAULT_FIELD: data}
+        fields = data if isinstance(data, Mapping) else {DEFAULT_FIELD: data}
         for key, value in fields.items():
             self.params_dict[key] = _fit(
                 value, last_n_dims, dtype, mode, output_max, output_min, range_eps, fit_offset, key
