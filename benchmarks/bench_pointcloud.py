@@ -16,7 +16,7 @@ from diffusion_policy.env.metaworld.metaworld_wrapper import MetaWorldEnv
 from diffusion_policy.env_runner.metaworld_runner import MetaworldRunner
 from diffusion_policy.gym_util.multistep_wrapper import MultiStepWrapper
 from diffusion_policy.model.common.normalizer import LinearNormalizer
-from diffusion_policy.model.vision.pointnet_extractor import PointNetEncoder
+from diffusion_policy.model.dp3.encoder import PointNetEncoder
 
 TASK, POINTS, ACTIONS = "assembly", 512, 8
 WORKERS = (1, 2)

@@ -1,10 +1,14 @@
-"""What a dataset is to a workspace, and the part that datasets over a replay buffer share."""
+"""The dataset interface of a workspace, and the base classes of datasets over a replay buffer."""
 
 import copy
 import math
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from einops import rearrange
 from torch.utils.data import Dataset
 
 from diffusion_policy.common.errors import ConfigError, DataError
@@ -17,9 +21,9 @@ from diffusion_policy.model.common.normalizer import LinearNormalizer
 
 
 class _BaseDataset(Dataset):
-    """Without data of its own it is empty."""
+    """The dataset interface; an instance of this class is empty."""
 
-    def get_normalizer(self, mode="limits", **kwargs) -> LinearNormalizer:
+    def get_normalizer(self, mode: str = "limits", **kwargs: Any) -> LinearNormalizer:
         raise NotImplementedError
 
     def get_all_actions(self) -> torch.Tensor:
@@ -48,20 +52,21 @@ class BaseImageDataset(_BaseDataset):
 
 
 class WindowedDataset(Dataset):
-    """Windows over the episodes of a replay buffer, held in memory as one tensor a field; a batch is one gather a field.
+    """Windows over the episodes of a replay buffer, in memory as one tensor per field; a batch is one gather per field.
 
-    A subclass gives `steps`, {field: (steps, ...) tensor}, by `_make_steps`, and may shape a batch of them in `_to_sample`.
+    A subclass implements `_make_steps`, which returns {field: (steps, ...) tensor}, and may override `_to_sample`,
+    which arranges a batch of them.
     """
 
     def __init__(
         self,
         replay_buffer: ReplayBuffer,
-        horizon=1,
-        pad_before=0,
-        pad_after=0,
-        seed=42,
-        val_ratio=0.0,
-        max_train_episodes=None,
+        horizon: int = 1,
+        pad_before: int = 0,
+        pad_after: int = 0,
+        seed: int = 42,
+        val_ratio: float = 0.0,
+        max_train_episodes: int | None = None,
     ):
         if horizon < 1 or pad_before < 0 or pad_after < 0:
             raise ConfigError(
@@ -69,9 +74,9 @@ class WindowedDataset(Dataset):
                 f"horizon={horizon}, pad_before={pad_before}, pad_after={pad_after}."
             )
         if not 0 <= val_ratio < 1:
-            raise ConfigError(f"val_ratio is a share of the episodes in [0, 1), not {val_ratio}.")
+            raise ConfigError(f"val_ratio must be in [0, 1), not {val_ratio}.")
         if max_train_episodes is not None and max_train_episodes < 1:
-            raise ConfigError(f"max_train_episodes is at least 1, or null for all, not {max_train_episodes}.")
+            raise ConfigError(f"max_train_episodes must be at least 1, or null for all, not {max_train_episodes}.")
         self.replay_buffer = replay_buffer
         self.horizon, self.pad_before, self.pad_after = horizon, pad_before, pad_after
         self.steps = self._make_steps(replay_buffer)
@@ -79,15 +84,15 @@ class WindowedDataset(Dataset):
         self.train_mask = downsample_mask(~self.val_mask, max_train_episodes, seed)
         self._set_episodes(self.train_mask)
 
-    def _make_steps(self, replay_buffer: ReplayBuffer) -> dict:
+    def _make_steps(self, replay_buffer: ReplayBuffer) -> dict[str, torch.Tensor]:
         """{field: (steps, ...) tensor}"""
         raise NotImplementedError
 
-    def _to_sample(self, batch: dict) -> dict:
-        """batch: {field: (B, T, ...)} -> the batch as the policy wants it."""
+    def _to_sample(self, batch: dict[str, torch.Tensor]) -> dict:
+        """Arrange a batch {field: (B, T, ...)} for the policy."""
         return batch
 
-    def _set_episodes(self, mask: np.ndarray):
+    def _set_episodes(self, mask: np.ndarray) -> None:
         self.sampler = SequenceSampler(
             self.replay_buffer, self.horizon, self.pad_before, self.pad_after, episode_mask=mask
         )
@@ -99,18 +104,18 @@ class WindowedDataset(Dataset):
                 f"{self.pad_after}), but the longest of {mask.sum()} episodes has {longest} steps."
             )
 
-    def get_validation_dataset(self):
+    def get_validation_dataset(self) -> Any:
         """The episodes held out by `val_ratio`, and only those.
 
-        Upstream takes all episodes that are not trained on, so that lowering max_train_episodes moves the dropped ones into
-        the validation set and its loss can no longer be compared between such runs.
+        Upstream validates on all episodes that are not trained on. A lower max_train_episodes then changes the
+        validation set, and its loss is not comparable between such runs.
         """
         dataset = copy.copy(self)
         dataset._set_episodes(self.val_mask)
         return dataset
 
-    def get_normalizer(self, mode="limits", **kwargs) -> LinearNormalizer:
-        """Fitted on every step of every episode, as upstream's is; keyword arguments as in `LinearNormalizer.fit`."""
+    def get_normalizer(self, mode: str = "limits", **kwargs: Any) -> LinearNormalizer:
+        """Fit on every step of every episode, as upstream does; keyword arguments as in `LinearNormalizer.fit`."""
         normalizer = LinearNormalizer()
         normalizer.fit(self.steps, last_n_dims=1, mode=mode, **kwargs)
         return normalizer
@@ -122,74 +127,73 @@ class WindowedDataset(Dataset):
     def __len__(self) -> int:
         return len(self.index_table)
 
-    def get_batch(self, indices) -> dict:
-        """indices: (B,) integers -> the samples, each field (B, T, ...)."""
+    def get_batch(self, indices: Sequence[int] | torch.Tensor) -> dict:
+        """Samples at `indices` (B,), each field (B, T, ...)."""
         rows = self.index_table[torch.as_tensor(indices, dtype=torch.long)]  # (B, T)
         return self._to_sample({field: values[rows] for field, values in self.steps.items()})
 
     def __getitem__(self, idx: int) -> dict:
-        return dict_apply(self.get_batch([idx]), lambda value: value[0])
+        return self.__getitems__([idx])[0]
 
-    def __getitems__(self, indices) -> list[dict]:
-        """What a DataLoader asks for a batch: samples that are views of one gathered batch."""
-        batch = self.get_batch(indices)
-        return [dict_apply(batch, lambda value: value[i]) for i in range(len(indices))]
+    def __getitems__(self, indices: Sequence[int]) -> list[dict]:
+        """Samples for a DataLoader's batch, as views of one gathered batch."""
+        return _split(self.get_batch(indices), len(indices))
 
 
 class ImageWindowedDataset(WindowedDataset, BaseImageDataset):
-    """Windows whose observation is pictures and numbers: obs {key: (T, 3, H, W) or (T, D)}, action (T, Da).
+    """Windows observed through images and low-dim values: obs {key: (T, 3, H, W) or (T, D)}, action (T, Da).
 
-    A batch from `get_batch` holds pictures as bytes, a quarter of the floats, for the policy to convert on its device; single samples
-    hold floats in [0, 1], as upstream's do. n_obs_steps: observe only the first steps of a window, all that a policy looks at.
+    A batch from `get_batch` holds images as uint8, a quarter of the size of floats, for the policy to convert on its
+    device. Single samples hold floats in [0, 1], as upstream's do. With `n_obs_steps`, only the first steps of a window
+    are observed: the policy uses no others.
 
-    A subclass names the `steps` that are observed in `lowdim_keys` and the pictures of a step in `frame_shapes`, {key: (H, W, 3)}, and
-    sets `frames`, which hold them side by side, and `frame_of`, (steps,), the row of `frames` that shows a step.
+    A subclass sets `lowdim_keys`, the observed fields of `steps`; `frame_shapes`, {key: (H, W, 3)} of the images of a
+    step; `frames`, which holds these images concatenated; and `frame_of` (steps,), the row of `frames` for a step.
     """
 
     n_obs_steps: int | None = None
-    lowdim_keys: list
-    frame_shapes: dict
+    lowdim_keys: list[str]
+    frame_shapes: dict[str, tuple[int, ...]]
     frames: MemoryFrames | FileFrames
     frame_of: torch.Tensor
 
-    def get_batch(self, indices) -> dict:
-        """indices: (B,) integers -> obs: pictures (B, To, 3, H, W) uint8, numbers (B, To, D); action (B, T, Da)."""
+    def get_batch(self, indices: Sequence[int] | torch.Tensor) -> dict:
+        """obs: images (B, To, 3, H, W) uint8 and low-dim values (B, To, D); action (B, T, Da)."""
         rows = self.index_table[torch.as_tensor(indices, dtype=torch.long)]  # (B, T)
-        seen = rows[:, : self.n_obs_steps]
-        parts = self.frames.take(self.frame_of[seen].flatten()).split(
-            [math.prod(shape) for shape in self.frame_shapes.values()], dim=1
-        )
-        obs = {
-            key: part.view(*seen.shape, *shape).movedim(-1, -3).contiguous()
-            for (key, shape), part in zip(self.frame_shapes.items(), parts)
-        }
-        return {
-            "obs": {**obs, **{key: self.steps[key][seen] for key in self.lowdim_keys}},
-            "action": self.steps["action"][rows],
-        }
+        seen = rows[:, : self.n_obs_steps]  # (B, To)
+        frames = self.frames.take(self.frame_of[seen].flatten())  # (B * To, bytes)
+        parts = frames.split([math.prod(shape) for shape in self.frame_shapes.values()], dim=1)
+        obs = {}
+        for (key, (height, width, _)), part in zip(self.frame_shapes.items(), parts, strict=True):
+            image = rearrange(part, "(b to) (h w c) -> b to c h w", to=seen.shape[1], h=height, w=width)
+            obs[key] = image.contiguous()
+        for key in self.lowdim_keys:
+            obs[key] = self.steps[key][seen]
+        return {"obs": obs, "action": self.steps["action"][rows]}
 
-    def __getitem__(self, idx: int) -> dict:
-        return self.__getitems__([idx])[0]
-
-    def __getitems__(self, indices) -> list[dict]:
+    def __getitems__(self, indices: Sequence[int]) -> list[dict]:
         batch = self.get_batch(indices)
         for key in self.frame_shapes:
             batch["obs"][key] = batch["obs"][key].float().div_(255)
-        return [dict_apply(batch, lambda value: value[i]) for i in range(len(indices))]
+        return _split(batch, len(indices))
 
-    def get_normalizer(self, mode="limits", **kwargs) -> LinearNormalizer:
-        """Actions and numbers fitted on the data, pixels [0, 1] to [-1, 1]."""
+    def get_normalizer(self, mode: str = "limits", **kwargs: Any) -> LinearNormalizer:
+        """Fit actions and low-dim values on the data; map pixels from [0, 1] to [-1, 1]."""
         normalizer = LinearNormalizer()
-        normalizer.fit(
-            {key: self.steps[key] for key in ("action", *self.lowdim_keys)}, last_n_dims=1, mode=mode, **kwargs
-        )
+        fields = {key: self.steps[key] for key in ("action", *self.lowdim_keys)}
+        normalizer.fit(fields, last_n_dims=1, mode=mode, **kwargs)
         for key in self.frame_shapes:
             normalizer[key] = get_image_range_normalizer()
         return normalizer
 
 
-def check_steps(replay_buffer: ReplayBuffer, shapes: dict):
-    """Check that the arrays named in `shapes`, {key: shape of a step}, are there, so shaped, and finite."""
+def _split(batch: dict, count: int) -> list[dict]:
+    """Split a batch of `count` samples into views of them."""
+    return [dict_apply(batch, operator.itemgetter(i)) for i in range(count)]
+
+
+def check_steps(replay_buffer: ReplayBuffer, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Check that the arrays in `shapes`, {key: shape of a step}, exist, have these shapes and are finite."""
     for key, shape in shapes.items():
         if key not in replay_buffer:
             raise DataError(f"The dataset has no array {key!r}; it has: {', '.join(replay_buffer.keys())}.")

@@ -1,9 +1,7 @@
 """Demonstrations observed through point clouds, in DP3's layout."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -12,36 +10,37 @@ from diffusion_policy.common.errors import ConfigError, DataError, DataNotFoundE
 from diffusion_policy.common.replay_buffer import ReplayBuffer
 from diffusion_policy.dataset.base_dataset import BaseImageDataset, WindowedDataset, check_steps
 
-#: Arrays of a file that an entry of the observation may come from; its own name where none is listed.
+#: Names that an observation key may have in a file, if it is not the key itself.
 STORED_AS = {"agent_pos": ("state", "agent_pos"), "imagin_robot": ("imagin_robot", "imagined_robot")}
 
 
 class PointCloudDataset(WindowedDataset, BaseImageDataset):
-    """obs: {key: (T, *shape)} for the keys of shape_meta, clouds (T, P, 3) and numbers (T, D); action (T, Da).
+    """obs {key: (T, *shape)} for the keys of shape_meta: clouds (T, P, 3) and low-dim values (T, D); action (T, Da).
 
-    A file may hold more points than shape_meta asks for, and more numbers a point: the first are taken. Points in the order of
-    farthest-point sampling, as `generate_demos` writes them, are then such a sample themselves.
+    A file may hold more points than shape_meta, and more numbers per point: the first ones are used. `generate_demos`
+    writes points in the order of farthest-point sampling, so the first ones are such a sample, too.
 
     Args:
         zarr_path: a replay buffer with point_cloud, state and action; imagin_robot if shape_meta has it.
-        n_obs_steps: observe only the first steps of a window, all that a policy looks at.
-        action_limit: clip actions to [-limit, limit]. MetaWorld's experts ask for up to twenty times what the simulator then does.
-        how: what to type to get the demonstrations, for the error if they are not there.
+        n_obs_steps: observe only the first steps of a window; the policy uses no others.
+        action_limit: clip actions to [-limit, limit]. MetaWorld's experts exceed what the simulator executes by up to a
+            factor of twenty.
+        how: how to get the demonstrations, for the error message if they are missing.
     """
 
     def __init__(
         self,
-        zarr_path,
+        zarr_path: str | os.PathLike,
         shape_meta: Mapping,
-        horizon=1,
-        pad_before=0,
-        pad_after=0,
-        n_obs_steps=None,
-        action_limit=None,
-        seed=42,
-        val_ratio=0.0,
-        max_train_episodes=None,
-        how=None,
+        horizon: int = 1,
+        pad_before: int = 0,
+        pad_after: int = 0,
+        n_obs_steps: int | None = None,
+        action_limit: float | None = None,
+        seed: int = 42,
+        val_ratio: float = 0.0,
+        max_train_episodes: int | None = None,
+        how: str | None = None,
     ):
         path = os.path.expanduser(zarr_path)
         if not os.path.exists(path):
@@ -59,7 +58,8 @@ class PointCloudDataset(WindowedDataset, BaseImageDataset):
         super().__init__(buffer, horizon, pad_before, pad_after, seed, val_ratio, max_train_episodes)
 
     @staticmethod
-    def _find(key, stored, path) -> str:
+    def _find(key: str, stored: Collection[str], path: str) -> str:
+        """Name of the array of `key` in the file."""
         names = STORED_AS.get(key, (key,))
         for name in names:
             if name in stored:
@@ -68,19 +68,16 @@ class PointCloudDataset(WindowedDataset, BaseImageDataset):
             f"{path} has no array {' or '.join(map(repr, names))}, needed for {key!r}; it has: {', '.join(stored)}."
         )
 
-    def _make_steps(self, replay_buffer):
+    def _make_steps(self, replay_buffer: ReplayBuffer) -> dict[str, torch.Tensor]:
         steps = {}
         for key, shape in self.shapes.items():
             name = self.arrays[key]
             have = replay_buffer[name].shape[1:]
-            if (
-                len(have) != len(shape)
-                or (len(shape) == 1 and have != shape)
-                or any(h < s for h, s in zip(have, shape))
-            ):
+            larger = len(have) == len(shape) and all(h >= s for h, s in zip(have, shape, strict=True))
+            if not (larger if len(shape) > 1 else have == shape):  # only points may be left out
                 raise DataError(
-                    f"{name!r} holds {'points' if len(shape) == 2 else 'steps'} of shape {have} a step, {shape} are asked for: change shape_meta "
-                    "(task.num_points, task.state_dim) or take other demonstrations."
+                    f"{name!r} has shape {have} per step, but shape_meta asks for {shape}: change shape_meta "
+                    "(task.num_points, task.state_dim) or use other demonstrations."
                 )
             check_steps(replay_buffer, {name: have})
             first = tuple(slice(size) for size in shape)
@@ -90,8 +87,8 @@ class PointCloudDataset(WindowedDataset, BaseImageDataset):
         steps["action"] = action if self.action_limit is None else action.clamp(-self.action_limit, self.action_limit)
         return steps
 
-    def get_batch(self, indices) -> dict:
-        """indices: (B,) integers -> obs {key: (B, To, *shape)}; action (B, T, Da)."""
+    def get_batch(self, indices: Sequence[int] | torch.Tensor) -> dict:
+        """obs {key: (B, To, *shape)}; action (B, T, Da)."""
         rows = self.index_table[torch.as_tensor(indices, dtype=torch.long)]  # (B, T)
         seen = rows[:, : self.n_obs_steps]
         return {"obs": {key: self.steps[key][seen] for key in self.shapes}, "action": self.steps["action"][rows]}

@@ -3,6 +3,7 @@
 import os
 
 import torch
+from einops import rearrange
 
 from diffusion_policy.common.errors import DataNotFoundError
 from diffusion_policy.common.replay_buffer import ReplayBuffer
@@ -13,8 +14,8 @@ STATE_DIM = 5  # agent x y, block x y, block angle
 ACTION_DIM = 2  # target x y of the agent
 
 
-def require_pusht(zarr_path) -> str:
-    """The path, or an error that says how to get the data."""
+def require_pusht(zarr_path: str | os.PathLike) -> str:
+    """Return the path; if it does not exist, raise an error that tells how to get the data."""
     path = os.path.expanduser(zarr_path)
     if not os.path.exists(path):
         raise DataNotFoundError(
@@ -25,31 +26,32 @@ def require_pusht(zarr_path) -> str:
 
 
 class PushTLowdimDataset(WindowedDataset, BaseLowdimDataset):
-    """obs (T, 20): nine keypoints of the block, x y each, and the agent's position; action (T, 2)."""
+    """obs (T, 20): xy of nine keypoints of the block, then the agent's position; action (T, 2)."""
 
     def __init__(
         self,
-        zarr_path,
-        horizon=1,
-        pad_before=0,
-        pad_after=0,
-        obs_key="keypoint",
-        state_key="state",
-        action_key="action",
-        seed=42,
-        val_ratio=0.0,
-        max_train_episodes=None,
+        zarr_path: str | os.PathLike,
+        horizon: int = 1,
+        pad_before: int = 0,
+        pad_after: int = 0,
+        obs_key: str = "keypoint",
+        state_key: str = "state",
+        action_key: str = "action",
+        seed: int = 42,
+        val_ratio: float = 0.0,
+        max_train_episodes: int | None = None,
     ):
         self.obs_key, self.state_key, self.action_key = obs_key, state_key, action_key
         replay_buffer = ReplayBuffer.copy_from_path(require_pusht(zarr_path), keys=[obs_key, state_key, action_key])
         super().__init__(replay_buffer, horizon, pad_before, pad_after, seed, val_ratio, max_train_episodes)
 
-    def _make_steps(self, replay_buffer):
+    def _make_steps(self, replay_buffer: ReplayBuffer) -> dict[str, torch.Tensor]:
         check_steps(replay_buffer, {self.obs_key: (9, 2), self.state_key: (STATE_DIM,), self.action_key: (ACTION_DIM,)})
         keypoints, state, action = (
             torch.from_numpy(replay_buffer[key]).float() for key in (self.obs_key, self.state_key, self.action_key)
         )
-        return {"obs": torch.cat([keypoints.flatten(1), state[:, :2]], dim=1), "action": action}
+        obs = torch.cat([rearrange(keypoints, "n k xy -> n (k xy)"), state[:, :2]], dim=1)
+        return {"obs": obs, "action": action}
 
 
 class PushTStateDataset(WindowedDataset, BaseLowdimDataset):
@@ -57,21 +59,21 @@ class PushTStateDataset(WindowedDataset, BaseLowdimDataset):
 
     def __init__(
         self,
-        zarr_path,
-        horizon=1,
-        pad_before=0,
-        pad_after=0,
-        state_key="state",
-        action_key="action",
-        seed=42,
-        val_ratio=0.0,
-        max_train_episodes=None,
+        zarr_path: str | os.PathLike,
+        horizon: int = 1,
+        pad_before: int = 0,
+        pad_after: int = 0,
+        state_key: str = "state",
+        action_key: str = "action",
+        seed: int = 42,
+        val_ratio: float = 0.0,
+        max_train_episodes: int | None = None,
     ):
         self.state_key, self.action_key = state_key, action_key
         replay_buffer = ReplayBuffer.copy_from_path(require_pusht(zarr_path), keys=[state_key, action_key])
         super().__init__(replay_buffer, horizon, pad_before, pad_after, seed, val_ratio, max_train_episodes)
 
-    def _make_steps(self, replay_buffer):
+    def _make_steps(self, replay_buffer: ReplayBuffer) -> dict[str, torch.Tensor]:
         check_steps(replay_buffer, {self.state_key: (STATE_DIM,), self.action_key: (ACTION_DIM,)})
         state, action = (torch.from_numpy(replay_buffer[key]).float() for key in (self.state_key, self.action_key))
         return {"obs": state, "action": action}

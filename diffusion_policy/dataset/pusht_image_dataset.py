@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+from collections.abc import Iterator
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -19,8 +21,8 @@ SIZE = 96
 class PushTImageDataset(ImageWindowedDataset):
     """obs: image (T, 3, 96, 96) in [0, 1] and agent_pos (T, 2); action (T, 2).
 
-    Demonstrations without images (an array 'img') are drawn from their states, those of the episodes in use, and kept in a file
-    beside the dataset. See `drawn_frames`.
+    If the demonstrations have no images (array 'img'), those of the episodes in use are drawn from their states and
+    kept in a file next to the dataset. See `drawn_frames`.
     """
 
     lowdim_keys = ["agent_pos"]
@@ -28,14 +30,14 @@ class PushTImageDataset(ImageWindowedDataset):
 
     def __init__(
         self,
-        zarr_path,
-        horizon=1,
-        pad_before=0,
-        pad_after=0,
-        seed=42,
-        val_ratio=0.0,
-        max_train_episodes=None,
-        n_obs_steps=None,
+        zarr_path: str | os.PathLike,
+        horizon: int = 1,
+        pad_before: int = 0,
+        pad_after: int = 0,
+        seed: int = 42,
+        val_ratio: float = 0.0,
+        max_train_episodes: int | None = None,
+        n_obs_steps: int | None = None,
     ):
         path = require_pusht(zarr_path)
         self.n_obs_steps = n_obs_steps
@@ -52,10 +54,10 @@ class PushTImageDataset(ImageWindowedDataset):
         if "img" in stored:
             if stored["img"].shape[1:] != (SIZE, SIZE, 3):
                 raise DataError(
-                    f"{path} has no images: an array 'img' of ({SIZE}, {SIZE}, 3) pixels a step is needed, it has "
+                    f"{path} has no images: 'img' must have ({SIZE}, {SIZE}, 3) pixels per step, it has "
                     f"{stored['img'].shape[1:]}."
                 )
-            # Published as float32: as bytes, which hold the same whole numbers, they take 0.7 GB instead of 2.8.
+            # Published as float32 with whole numbers. As uint8 they take 0.7 GB instead of 2.8 GB.
             self.frames = MemoryFrames(read_array(stored["img"], "uint8"))
             self.frame_of = torch.arange(len(self.frames))
         else:
@@ -63,7 +65,7 @@ class PushTImageDataset(ImageWindowedDataset):
             self.frames = drawn_frames(path, self.replay_buffer["state"][used])
             self.frame_of = torch.from_numpy(np.cumsum(used) - 1)
 
-    def _make_steps(self, replay_buffer):
+    def _make_steps(self, replay_buffer: ReplayBuffer) -> dict[str, torch.Tensor]:
         check_steps(replay_buffer, {"state": (STATE_DIM,), "action": (ACTION_DIM,)})
         return {
             "agent_pos": torch.from_numpy(replay_buffer["state"][:, :2]).float().contiguous(),
@@ -72,16 +74,16 @@ class PushTImageDataset(ImageWindowedDataset):
 
 
 def drawn_frames(path: str, states: np.ndarray) -> FileFrames | MemoryFrames:
-    """Frames (N, 96, 96, 3) uint8 of states (N, 5), as the image environment shows them; read from a file if they were drawn before.
+    """Frames (N, 96, 96, 3) uint8 of states (N, 5), as the image environment draws them, cached in a file.
 
-    The file is <path>.img96-<checksum of the states>.npy, so other states never find it. Its first and last frame are drawn again and
-    compared, so that one from another version of the renderer is not used. See `cached_frames`.
+    The file is <path>.img96-<checksum of the states>.npy, so other states use another file. Its first and last frame
+    are drawn again and compared, so that a file from another version of the renderer is not used. See `cached_frames`.
     """
     checksum = hashlib.sha256(np.ascontiguousarray(states).tobytes()).hexdigest()[:12]
     file = f"{os.fspath(path).rstrip(os.sep)}.img{SIZE}-{checksum}.npy"
     ends = np.stack(list(draw(states[[0, -1]])))
 
-    def write(out) -> None:
+    def write(out: BinaryIO) -> None:
         bar = tqdm(
             draw(states),
             total=len(states),
@@ -101,11 +103,10 @@ def drawn_frames(path: str, states: np.ndarray) -> FileFrames | MemoryFrames:
     )
 
 
-def draw(states: np.ndarray):
-    """The frame (96, 96, 3) uint8 of each state (5,), one after the other."""
-    from diffusion_policy.env.pusht.pusht_image_env import (
-        PushTImageEnv,
-    )  # only here: training on stored images needs no physics
+def draw(states: np.ndarray) -> Iterator[np.ndarray]:
+    """Draw the frame (96, 96, 3) uint8 of each state (5,)."""
+    # Imported here because training on stored images needs no physics.
+    from diffusion_policy.env.pusht.pusht_image_env import PushTImageEnv
 
     env = PushTImageEnv(render_size=SIZE)
     for state in states:

@@ -1,10 +1,11 @@
-"""Demonstrations of robomimic's tasks as images and numbers."""
+"""Demonstrations of robomimic's tasks as images and low-dimensional observations."""
 
 import hashlib
 import json
 import math
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,38 +28,40 @@ from diffusion_policy.model.common.rotation_transformer import RotationTransform
 
 
 class RobomimicReplayImageDataset(ImageWindowedDataset):
-    """obs: what shape_meta names, images (T, 3, H, W) and numbers (T, D); action (T, Da).
+    """obs {key: images (T, 3, H, W) or low-dim values (T, D)} for the keys of shape_meta; action (T, Da).
 
-    shape_meta: {'obs': {key: {shape, type: rgb | low_dim}}, 'action': {shape}}; low_dim if no type is given.
-    abs_action, rotation_rep: as in RobomimicReplayLowdimDataset.
-    normalization: 'upstream' scales positions (keys that end in pos) to [-1, 1] and leaves quaternions, rotations, grippers and relative
-        actions as they are; 'min_max' is MIP's, every dimension of all numbers to [-1, 1]. Pixels go to [-1, 1] in both.
-    use_legacy_normalizer: absolute actions are divided by their largest magnitude.
-    use_cache: accepted for upstream's sake. Images are always converted once and kept beside the dataset, see `stored_frames`; upstream's
-        own cache, <dataset_path>.zarr.zip, is lossy and tied to a codec, and is not read.
+    Args:
+        shape_meta: {'obs': {key: {shape, type: rgb | low_dim}}, 'action': {shape}}; the default type is low_dim.
+        abs_action, rotation_rep: as in RobomimicReplayLowdimDataset.
+        normalization: 'upstream' scales positions (keys that end in pos) to [-1, 1] and does not scale quaternions,
+            rotations, grippers and relative actions; 'min_max', as in MIP, maps every low-dim dimension to [-1, 1].
+            Pixels are mapped to [-1, 1] in both.
+        use_legacy_normalizer: divide absolute actions by their largest magnitude.
+        use_cache: accepted for upstream's configs and ignored. Images are always converted once and kept next to the
+            dataset, see `stored_frames`. Upstream's cache, <dataset_path>.zarr.zip, is lossy and is not read.
     """
 
     def __init__(
         self,
-        shape_meta,
-        dataset_path,
-        horizon=1,
-        pad_before=0,
-        pad_after=0,
-        n_obs_steps=None,
-        abs_action=False,
-        rotation_rep="rotation_6d",
-        use_legacy_normalizer=False,
-        use_cache=False,
-        seed=42,
-        val_ratio=0.0,
-        max_train_episodes=None,
-        normalization="upstream",
+        shape_meta: Mapping,
+        dataset_path: str | os.PathLike,
+        horizon: int = 1,
+        pad_before: int = 0,
+        pad_after: int = 0,
+        n_obs_steps: int | None = None,
+        abs_action: bool = False,
+        rotation_rep: str = "rotation_6d",
+        use_legacy_normalizer: bool = False,
+        use_cache: bool = False,
+        seed: int = 42,
+        val_ratio: float = 0.0,
+        max_train_episodes: int | None = None,
+        normalization: str = "upstream",
     ):
         if normalization not in ("upstream", "min_max"):
-            raise ConfigError(f"normalization is 'upstream' or 'min_max', not {normalization!r}.")
+            raise ConfigError(f"normalization must be 'upstream' or 'min_max', not {normalization!r}.")
         if n_obs_steps is not None and n_obs_steps < 1:
-            raise ConfigError(f"n_obs_steps is at least 1, or null for the whole window, not {n_obs_steps}.")
+            raise ConfigError(f"n_obs_steps must be at least 1, or null for the whole window, not {n_obs_steps}.")
         self.n_obs_steps, self.abs_action, self.normalization = n_obs_steps, abs_action, normalization
         self.use_legacy_normalizer = use_legacy_normalizer
         self.frame_shapes, self.lowdim_shapes, action_shape = read_shape_meta(shape_meta)
@@ -70,12 +73,11 @@ class RobomimicReplayImageDataset(ImageWindowedDataset):
         demos = read_demos(dataset_path, ["actions", *(f"obs/{key}" for key in self.lowdim_keys)])
         check_vectors(demos, dataset_path)
         data = {key: demos.arrays[f"obs/{key}"].astype(np.float32) for key in self.lowdim_keys}
-        data["action"] = convert_actions(demos.arrays["actions"], self.rotation_transformer, dataset_path).astype(
-            np.float32
-        )
+        actions = convert_actions(demos.arrays["actions"], self.rotation_transformer, dataset_path)
+        data["action"] = actions.astype(np.float32)
         if data["action"].shape[1:] != action_shape:
             raise DataError(
-                f"{dataset_path}: its actions become {data['action'].shape[1]} numbers with abs_action={abs_action}, but "
+                f"{dataset_path}: with abs_action={abs_action} its actions have {data['action'].shape[1]} numbers, but "
                 f"shape_meta.action.shape is {list(action_shape)}."
             )
         buffer = ReplayBuffer({"data": data, "meta": {"episode_ends": demos.episode_ends}})
@@ -83,12 +85,12 @@ class RobomimicReplayImageDataset(ImageWindowedDataset):
         self.frames = stored_frames(dataset_path, self.frame_shapes, buffer.n_steps)
         self.frame_of = torch.arange(buffer.n_steps)
 
-    def _make_steps(self, replay_buffer):
+    def _make_steps(self, replay_buffer: ReplayBuffer) -> dict[str, torch.Tensor]:
         check_steps(replay_buffer, {**self.lowdim_shapes, "action": replay_buffer["action"].shape[1:]})
         return {key: torch.from_numpy(replay_buffer[key]) for key in (*self.lowdim_keys, "action")}
 
-    def get_normalizer(self, mode="limits", **kwargs) -> LinearNormalizer:
-        """See the class; mode and keyword arguments count only for 'min_max'."""
+    def get_normalizer(self, mode: str = "limits", **kwargs: Any) -> LinearNormalizer:
+        """Fit as `normalization` selects; mode and keyword arguments apply to 'min_max' only."""
         if self.normalization == "min_max":
             return super().get_normalizer(mode, **kwargs)
         normalizer = LinearNormalizer()
@@ -103,28 +105,36 @@ class RobomimicReplayImageDataset(ImageWindowedDataset):
         return normalizer
 
 
-def read_shape_meta(shape_meta: Mapping) -> tuple[dict, dict, tuple]:
-    """-> images {key: (H, W, 3)}, numbers {key: (D,)}, shape of an action (Da,)"""
-    images, numbers = {}, {}
+def read_shape_meta(
+    shape_meta: Mapping,
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], tuple[int, ...]]:
+    """Split shape_meta into images {key: (H, W, 3)}, low-dim values {key: (D,)} and the shape of an action (Da,)."""
+    images: dict[str, tuple[int, ...]] = {}
+    lowdim: dict[str, tuple[int, ...]] = {}
     for key, entry in shape_meta["obs"].items():
         shape, kind = tuple(entry["shape"]), entry.get("type", "low_dim")
         if kind not in ("rgb", "low_dim"):
-            raise ConfigError(f"shape_meta.obs.{key}.type is rgb or low_dim, not {kind!r}.")
+            raise ConfigError(f"shape_meta.obs.{key}.type must be rgb or low_dim, not {kind!r}.")
         if kind == "rgb" and (len(shape) != 3 or shape[0] != 3):
-            raise ConfigError(f"shape_meta.obs.{key}.shape is [3, height, width] for an image, not {list(shape)}.")
+            raise ConfigError(f"shape_meta.obs.{key}.shape of an image must be [3, height, width], not {list(shape)}.")
         if kind == "low_dim" and len(shape) != 1:
-            raise ConfigError(f"shape_meta.obs.{key}.shape has one dimension for numbers, not {list(shape)}.")
-        (images if kind == "rgb" else numbers)[key] = (*shape[1:], 3) if kind == "rgb" else shape
+            raise ConfigError(f"shape_meta.obs.{key}.shape must have one dimension (low_dim), not {list(shape)}.")
+        if kind == "rgb":
+            images[key] = (*shape[1:], 3)
+        else:
+            lowdim[key] = shape
     if not images:
         raise ConfigError("shape_meta has no image (type: rgb); without images, use RobomimicReplayLowdimDataset.")
-    return images, numbers, tuple(shape_meta["action"]["shape"])
+    return images, lowdim, tuple(shape_meta["action"]["shape"])
 
 
-def stored_frames(path: str, shapes: dict, steps: int) -> FileFrames | MemoryFrames:
-    """Images {key: (H, W, 3)} of every step of a dataset, side by side.
+def stored_frames(
+    path: str | os.PathLike, shapes: Mapping[str, tuple[int, ...]], steps: int
+) -> FileFrames | MemoryFrames:
+    """Images {key: (H, W, 3)} of every step of a dataset, concatenated, cached in a file.
 
-    They are read once into <path>.images-<checksum>.npy, with the checksum of the dataset's size and time of change and of `shapes`, so that
-    neither a changed dataset nor other images find that file. See `cached_frames`.
+    The file is <path>.images-<checksum>.npy. The checksum covers `shapes` and the dataset's size and modification time,
+    so a changed dataset or other images use another file. See `cached_frames`.
     """
     path = os.path.abspath(os.path.expanduser(path))
     status = os.stat(path)
@@ -132,7 +142,7 @@ def stored_frames(path: str, shapes: dict, steps: int) -> FileFrames | MemoryFra
     file = f"{path}.images-{hashlib.sha256(source.encode()).hexdigest()[:12]}.npy"
     frames = {f"obs/{key}": shape for key, shape in shapes.items()}
 
-    def read(into=None) -> np.ndarray | None:
+    def read(into: str | None = None) -> Any:
         with tqdm(
             desc=f"reading the images of {os.path.basename(path)}, once",
             total=1,
@@ -140,7 +150,7 @@ def stored_frames(path: str, shapes: dict, steps: int) -> FileFrames | MemoryFra
             disable=None,
         ) as bar:
 
-            def progress(done, total):
+            def progress(done: int, total: int) -> None:
                 bar.update(done / total - bar.n)
 
             demos = read_demos(path, ["actions"], frames, into, progress)
@@ -153,9 +163,9 @@ def stored_frames(path: str, shapes: dict, steps: int) -> FileFrames | MemoryFra
     )
 
 
-def _check_suffix(key: str):
+def _check_suffix(key: str) -> None:
     if not key.endswith(("pos", "quat")):
         raise ConfigError(
-            f"{key}: how upstream scales numbers is told from the end of their name, pos, qpos or quat; normalization=min_max "
-            f"takes any."
+            f"{key}: normalization=upstream selects the scaling by the end of the name, which must be pos, qpos or "
+            f"quat; normalization=min_max takes any name."
         )

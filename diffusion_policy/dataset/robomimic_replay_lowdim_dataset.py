@@ -1,5 +1,9 @@
 """Demonstrations of robomimic's tasks as low-dimensional observations."""
 
+import os
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -15,40 +19,42 @@ from diffusion_policy.common.normalize_util import (
 )
 from diffusion_policy.common.replay_buffer import ReplayBuffer
 from diffusion_policy.dataset.base_dataset import BaseLowdimDataset, WindowedDataset, check_steps
-from diffusion_policy.model.common.normalizer import LinearNormalizer
+from diffusion_policy.model.common.normalizer import LinearNormalizer, SingleFieldLinearNormalizer
 from diffusion_policy.model.common.rotation_transformer import RotationTransformer
 
 
 class RobomimicReplayLowdimDataset(WindowedDataset, BaseLowdimDataset):
-    """obs (T, Do): the arrays `obs_keys` side by side; action (T, Da).
+    """obs (T, Do): the arrays `obs_keys`, concatenated; action (T, Da).
 
-    abs_action: actions are absolute poses, of one arm (7) or two (14); their rotation is given as `rotation_rep` (rotation_6d: 10 or 20).
-    normalization: 'upstream' divides all of obs by its largest magnitude and leaves rotations, grippers and relative actions as they are;
-        'min_max' is MIP's, every dimension of both to [-1, 1].
-    use_legacy_normalizer: absolute actions, too, are divided by their largest magnitude.
+    Args:
+        abs_action: actions are absolute poses, of one arm (7) or two (14); their rotation is converted to
+            `rotation_rep` (with rotation_6d: 10 or 20 numbers).
+        normalization: 'upstream' divides obs by its largest magnitude and does not scale rotations, grippers and
+            relative actions; 'min_max', as in MIP, maps every dimension of obs and action to [-1, 1].
+        use_legacy_normalizer: divide absolute actions by their largest magnitude, too.
     """
 
     def __init__(
         self,
-        dataset_path,
-        horizon=1,
-        pad_before=0,
-        pad_after=0,
-        obs_keys=("object", "robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos"),
-        abs_action=False,
-        rotation_rep="rotation_6d",
-        use_legacy_normalizer=False,
-        seed=42,
-        val_ratio=0.0,
-        max_train_episodes=None,
-        normalization="upstream",
+        dataset_path: str | os.PathLike,
+        horizon: int = 1,
+        pad_before: int = 0,
+        pad_after: int = 0,
+        obs_keys: Sequence[str] = ("object", "robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos"),
+        abs_action: bool = False,
+        rotation_rep: str = "rotation_6d",
+        use_legacy_normalizer: bool = False,
+        seed: int = 42,
+        val_ratio: float = 0.0,
+        max_train_episodes: int | None = None,
+        normalization: str = "upstream",
     ):
         if normalization not in ("upstream", "min_max"):
-            raise ConfigError(f"normalization is 'upstream' or 'min_max', not {normalization!r}.")
+            raise ConfigError(f"normalization must be 'upstream' or 'min_max', not {normalization!r}.")
         self.obs_keys, self.abs_action, self.normalization = list(obs_keys), abs_action, normalization
         self.use_legacy_normalizer = use_legacy_normalizer
         if not self.obs_keys or not all(isinstance(key, str) for key in self.obs_keys):
-            raise ConfigError(f"obs_keys are the names of at least one array, not {self.obs_keys}.")
+            raise ConfigError(f"obs_keys must be the names of at least one array, not {self.obs_keys}.")
         self.rotation_transformer = RotationTransformer("axis_angle", rotation_rep) if abs_action else None
         demos = read_demos(dataset_path, ["actions", *(f"obs/{key}" for key in self.obs_keys)])
         check_vectors(demos, dataset_path)
@@ -62,13 +68,13 @@ class RobomimicReplayLowdimDataset(WindowedDataset, BaseLowdimDataset):
         )
         super().__init__(buffer, horizon, pad_before, pad_after, seed, val_ratio, max_train_episodes)
 
-    def _make_steps(self, replay_buffer):
-        # The file's numbers were finite, but a float64 can be too large for a float32.
+    def _make_steps(self, replay_buffer: ReplayBuffer) -> dict[str, torch.Tensor]:
+        # The reader checked the file's numbers, but a float64 can be too large for a float32.
         check_steps(replay_buffer, {key: replay_buffer[key].shape[1:] for key in replay_buffer.keys()})
         return {key: torch.from_numpy(replay_buffer[key]) for key in ("obs", "action")}
 
-    def get_normalizer(self, mode="limits", **kwargs) -> LinearNormalizer:
-        """See the class; mode and keyword arguments count only for 'min_max'."""
+    def get_normalizer(self, mode: str = "limits", **kwargs: Any) -> LinearNormalizer:
+        """Fit as `normalization` selects; mode and keyword arguments apply to 'min_max' only."""
         if self.normalization == "min_max":
             return super().get_normalizer(mode, **kwargs)
         normalizer = LinearNormalizer()
@@ -79,27 +85,30 @@ class RobomimicReplayLowdimDataset(WindowedDataset, BaseLowdimDataset):
         return normalizer
 
 
-def check_vectors(demos: Demos, path):
+def check_vectors(demos: Demos, path: str | os.PathLike) -> None:
+    """Raise DataError unless every array holds one vector per step."""
     for key, values in demos.arrays.items():
         if values.ndim != 2:
-            raise DataError(
-                f"{path}: {key} holds steps of shape {values.shape[1:]}, but a vector for each step is needed."
-            )
+            raise DataError(f"{path}: {key} has shape {values.shape[1:]} per step, but must have one dimension.")
 
 
-def convert_actions(actions: np.ndarray, rotation_transformer: RotationTransformer | None, path) -> np.ndarray:
-    """Absolute actions (steps, 7 or 14) -> (steps, Da), their rotation transformed; others, without a transformer, as they are."""
+def convert_actions(
+    actions: np.ndarray, rotation_transformer: RotationTransformer | None, path: str | os.PathLike
+) -> np.ndarray:
+    """Convert the rotations of absolute actions (steps, 7 or 14) -> (steps, Da), if a transformer is given."""
     if rotation_transformer is None:
         return actions
     if actions.shape[1] not in (ARM_DIM, 2 * ARM_DIM):
         raise DataError(
-            f"{path}: absolute actions have {ARM_DIM} numbers an arm, these {actions.shape[1]}. "
+            f"{path}: absolute actions have {ARM_DIM} numbers per arm, these have {actions.shape[1]}. "
             f"(abs_action is for the files named *_abs.hdf5.)"
         )
     return encode_rotations(actions, rotation_transformer)
 
 
-def action_normalizer(actions: np.ndarray, abs_action: bool, use_legacy_normalizer: bool):
+def action_normalizer(
+    actions: np.ndarray, abs_action: bool, use_legacy_normalizer: bool
+) -> SingleFieldLinearNormalizer:
     """Upstream's normaliser of actions (steps, Da)."""
     stat = array_to_stats(actions)
     if not abs_action:

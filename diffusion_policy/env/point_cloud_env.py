@@ -1,9 +1,9 @@
-"""What the tasks observed through a point cloud of a MuJoCo simulation share."""
-
-from __future__ import annotations
+"""Base class of the tasks observed through a point cloud of a MuJoCo simulation."""
 
 import difflib
 import importlib.metadata
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -15,19 +15,35 @@ from diffusion_policy.gym_util.mujoco_point_cloud import PointCloudGenerator
 
 
 class PointCloudEnv(gym.Env):
-    """Observation: point_cloud (num_points, 3) in metres and agent_pos (D,), float32. Reward: 1 when the task counts as solved, else 0.
+    """Observation: point_cloud (num_points, 3) in metres and agent_pos (D,), float32. Reward: 1 if solved, else 0.
 
-    A subclass makes the simulation, calls `_look`, and defines `_reset(seed)`, `_step(action) -> (solved, over)` and `agent_pos() -> (D,)`.
+    A subclass builds the simulation, calls `_look`, and implements `_reset`, `_step` and `agent_pos`.
 
-    `observing` is set by MultiStepWrapper: while it is False nobody looks at the observation, and the last cloud stands for it.
-    `reset(seed=)` starts where the seed alone decides; without one, where the last seed's numbers go on.
+    MultiStepWrapper sets `observing` to False when the observation will not be used; it then holds the last cloud.
+    The start of `reset(seed=)` depends on the seed only. `reset()` continues the last seed's random numbers.
     """
 
     metadata = {"render_modes": ["rgb_array"]}
     render_mode = "rgb_array"
-    control_hz = 10  # one picture of a video for each step
+    control_hz = 10  # one video frame per step
+    task_name: str
 
-    def _look(self, model, data, camera: str, size: int, view: View, num_points: int, action_dim: int) -> None:
+    def _reset(self, seed: int | None) -> None:
+        """Start an episode."""
+        raise NotImplementedError
+
+    def _step(self, action: np.ndarray) -> tuple[bool, bool]:
+        """Apply an action; return whether the task is solved and whether the episode is over."""
+        raise NotImplementedError
+
+    def agent_pos(self) -> np.ndarray:
+        """State of the robot (D,)."""
+        raise NotImplementedError
+
+    def _look(
+        self, model: Any, data: Any, camera: str, size: int, view: View, num_points: int, action_dim: int
+    ) -> None:
+        """Set up the camera and the spaces."""
         self.view, self.num_points = view, num_points
         self.generator = PointCloudGenerator(model, data, camera, size)
         self.observing = True
@@ -39,38 +55,46 @@ class PointCloudEnv(gym.Env):
             }
         )
 
-    def reset(self, *, seed=None, options=None):
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         self._reset(seed)
         self.observing = True
         return self._observation(), {}
 
-    def step(self, action):
+    def step(self, action: np.ndarray) -> tuple[dict[str, np.ndarray], float, bool, bool, dict[str, Any]]:
         action = np.asarray(action, dtype=np.float64)
-        if action.shape != self.action_space.shape:
-            raise ConfigError(
-                f"{self.task_name} takes actions of {self.action_space.shape[0]} numbers, got {action.shape}."
-            )
+        shape = self.action_space.shape or ()
+        if action.shape != shape:
+            raise ConfigError(f"{self.task_name} takes actions of {shape[0]} numbers, got {action.shape}.")
         solved, over = self._step(action)
         return self._observation(), float(solved), over, False, {"success": solved}
 
-    def _observation(self):
+    def _observation(self) -> dict[str, np.ndarray]:
         if self.observing:
             self._cloud = self.generator.point_cloud(self.view, self.num_points)
         return {"point_cloud": self._cloud, "agent_pos": self.agent_pos().astype(np.float32)}
 
     def frame(self) -> dict[str, np.ndarray]:
-        """What a demonstration records of this moment: point_cloud (num_points, 6), img (H, W, 3), depth (H, W), state (D,)."""
+        """One step of a demonstration: point_cloud (num_points, 6), img (H, W, 3), depth (H, W), state (D,)."""
         return {**self.generator.coloured(self.view, self.num_points), "state": self.agent_pos().astype(np.float32)}
 
-    def render(self):
-        return self.generator.picture()
+    def render(self) -> Any:
+        return self.generator.image()
 
-    def close(self):
+    def close(self) -> None:
         self.generator.close()
 
 
-def dp3_view(model, tilt_x: float, tilt_y: float, offset, low, high) -> View:
-    """DP3's frame: that of the camera, turned by the rotation of the model's first camera (not of this one) and by two angles in degrees."""
+def dp3_view(
+    model: Any,
+    tilt_x: float,
+    tilt_y: float,
+    offset: Sequence[float],
+    low: Sequence[float],
+    high: Sequence[float],
+) -> View:
+    """DP3's frame: the camera's, rotated as the model's first camera (not this one) and by two angles in degrees."""
     x, y = np.radians([tilt_x, tilt_y])
     about_x = np.array([[1, 0, 0], [0, np.cos(x), np.sin(x)], [0, -np.sin(x), np.cos(x)]])
     about_y = np.array([[np.cos(y), 0, np.sin(y)], [0, 1, 0], [-np.sin(y), 0, np.cos(y)]])
@@ -79,7 +103,7 @@ def dp3_view(model, tilt_x: float, tilt_y: float, offset, low, high) -> View:
 
 
 def require(package: str, extra: str) -> None:
-    """ConfigError that says how to install it, unless the package and fpsample are there."""
+    """Raise ConfigError with the install command unless the package and fpsample are installed."""
     for name in (package, "fpsample"):
         try:
             importlib.metadata.version(name)
@@ -89,8 +113,8 @@ def require(package: str, extra: str) -> None:
             ) from None
 
 
-def known_task(name, tasks, suite: str) -> str:
-    """The name, or ConfigError that suggests the nearest."""
+def known_task(name: str, tasks: Collection[str], suite: str) -> str:
+    """Return the name of a task; for an unknown one, raise ConfigError that suggests the nearest."""
     if name in tasks:
         return name
     near = difflib.get_close_matches(str(name), tasks, n=1)

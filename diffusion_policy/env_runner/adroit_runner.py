@@ -1,15 +1,28 @@
 """Rollouts on Adroit observed through point clouds."""
 
+from typing import Any
+
 from diffusion_policy.env.adroit.adroit import MAX_STEPS, TASKS, AdroitEnv
 from diffusion_policy.env.point_cloud_env import known_task, require
 from diffusion_policy.env_runner.point_cloud_runner import PointCloudRunner
 
 
 class AdroitRunner(PointCloudRunner):
-    """Solved at the end of the episode counts. max_steps: null for the task's; fewer end an episode before it can count as solved.
-    Other arguments: see `PointCloudRunner`."""
+    """An episode counts as solved if it is solved at its end.
 
-    def __init__(self, output_dir, task_name, num_points=512, max_steps=None, **rollouts):
+    Args:
+        max_steps: None for the task's horizon; with fewer steps no episode can count as solved.
+        rollouts: see `PointCloudRunner`.
+    """
+
+    def __init__(
+        self,
+        output_dir: str,
+        task_name: str,
+        num_points: int = 512,
+        max_steps: int | None = None,
+        **rollouts: Any,
+    ):
         known_task(task_name, TASKS, "Adroit")
         require("gymnasium-robotics", "adroit")
         super().__init__(

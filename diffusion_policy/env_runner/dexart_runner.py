@@ -1,35 +1,35 @@
 """Rollouts on DexArt's tasks observed through point clouds."""
 
+from typing import Any
+
 from diffusion_policy.env.dexart.dexart_wrapper import DexArtEnv, check_task
 from diffusion_policy.env_runner.point_cloud_runner import PointCloudRunner
 
 
 class DexArtRunner(PointCloudRunner):
-    """Solved at any step counts. The policy also gets 'imagin_robot' (N, To, 96, 3).
+    """An episode counts as solved if it is solved at any step. The policy also gets 'imagin_robot' (N, To, 96, 3).
 
     Args:
         task_name, num_points, state_dim, use_test_set: see `DexArtEnv`.
-        max_steps: DP3's limit for all four tasks; DexArt's own is 250 (bucket in DP3's copy: 100).
-        stop_on_success: end an episode when it is solved; its score cannot change any more.
-        n_envs: environments at the same time, by default one: each holds its own scene on the GPU.
-    Other arguments: see `PointCloudRunner`.
+        max_steps: 50 is DP3's limit for all four tasks; DexArt's is 250 (bucket in DP3's copy: 100).
+        stop_on_success: end an episode when it is solved; its score cannot change after that.
+        n_envs: environments in parallel; by default one, because each holds a scene on the GPU.
+        rollouts: see `PointCloudRunner`.
     """
 
     def __init__(
         self,
-        output_dir,
-        task_name,
-        num_points=1024,
-        state_dim=None,
-        use_test_set=False,
-        stop_on_success=True,
-        max_steps=50,
-        n_envs=None,
-        **rollouts,
+        output_dir: str,
+        task_name: str,
+        num_points: int = 1024,
+        state_dim: int | None = None,
+        use_test_set: bool = False,
+        stop_on_success: bool = True,
+        max_steps: int = 50,
+        n_envs: int | None = None,
+        **rollouts: Any,
     ):
-        check_task(
-            task_name, num_points, state_dim
-        )  # says what is missing here and now, not in the process of an environment
+        check_task(task_name, num_points, state_dim)  # fail here rather than in the process of an environment
         env_kwargs = {
             "task_name": task_name,
             "num_points": num_points,

@@ -1,8 +1,8 @@
 """Rollouts on robomimic's tasks, shared by the low-dimensional and the image runner."""
 
-from __future__ import annotations
-
 import os
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from diffusion_policy.common.arm_actions import ARM_DIM, decode_rotations
 from diffusion_policy.common.errors import ConfigError, DataError
 from diffusion_policy.common.hdf5_reader import read_demos
 from diffusion_policy.env.robomimic.robosuite_task import RobosuiteTask, check_env_args, import_robosuite
-from diffusion_policy.env.robomimic.starts import recorded_start
+from diffusion_policy.env.robomimic.starts import recorded_start  # type: ignore[attr-defined]  # a folder has its name
 from diffusion_policy.env_runner.rollout import RolloutRunner
 from diffusion_policy.model.common.rotation_transformer import RotationTransformer
 
@@ -18,38 +18,39 @@ ROTATION_6D_DIM = 10  # numbers of an arm's action with rotation_6d
 
 
 class RobomimicRunner(RolloutRunner):
-    """The score of an episode is 1 if the task was solved at any time, else 0.
+    """The score of an episode is 1 if the task was solved at any step, else 0.
 
-    Train episodes start where the demonstrations number train_start_idx, ... of the dataset do, test episodes where those of the seeds
-    test_start_seed, ... do: in the simulator states recorded in env/robomimic/starts, which hold 50 from seed 100000, else drawn.
+    Train episode i starts where demonstration train_start_idx + i of the dataset does. Test episodes start in the
+    simulator states recorded in env/robomimic/starts (50 from seed 100000); for other seeds the start is drawn.
 
     Args:
-        dataset_path: says in its env_args what the environment is.
-        abs_action: the policy gives absolute poses, rotations as rotation_6d.
-        n_envs: environments at the same time, by default one per core; each keeps its model for all episodes it plays.
-        stop_on_success: end an episode when it is solved; its score cannot change any more. False plays all max_steps, as upstream does.
-    Other arguments: see `RolloutRunner`.
+        dataset_path: a dataset whose env_args describe the environment.
+        abs_action: the policy predicts absolute poses, with rotations as rotation_6d.
+        n_envs: environments in parallel, by default one per core; each keeps its model for all its episodes.
+        stop_on_success: end an episode when it is solved; its score cannot change after that. False runs all max_steps,
+            as upstream does.
+        rollouts: see `RolloutRunner`.
     """
 
     def __init__(
         self,
-        output_dir,
-        dataset_path,
-        wrapper,
-        wrapper_kwargs,
-        render_offscreen,
-        abs_action=False,
-        train_start_idx=0,
-        n_train=10,
-        n_envs=None,
-        stop_on_success=True,
-        vector="async",
-        n_latency_steps=0,
-        max_steps=400,
-        n_obs_steps=2,
-        **rollouts,
+        output_dir: str,
+        dataset_path: str | os.PathLike,
+        wrapper: Callable[..., Any],
+        wrapper_kwargs: dict[str, Any],
+        render_offscreen: bool,
+        abs_action: bool = False,
+        train_start_idx: int = 0,
+        n_train: int = 10,
+        n_envs: int | None = None,
+        stop_on_success: bool = True,
+        vector: str = "async",
+        n_latency_steps: int = 0,
+        max_steps: int = 400,
+        n_obs_steps: int = 2,
+        **rollouts: Any,
     ):
-        import_robosuite()  # says what is missing here, not in the process of an environment
+        import_robosuite()  # fail here rather than in the process of an environment
         demos = read_demos(dataset_path, ["actions", "states"] if n_train else ["actions"])
         env_args = check_env_args(demos.env_args)
         self.env_name = env_args["env_name"]
@@ -59,14 +60,15 @@ class RobomimicRunner(RolloutRunner):
             starts = np.concatenate([[0], demos.episode_ends[:-1]])
             if train_start_idx + n_train > len(starts):
                 raise ConfigError(
-                    f"{dataset_path} has {len(starts)} demonstrations, too few for n_train={n_train} from train_start_idx={train_start_idx}."
+                    f"{dataset_path} has {len(starts)} demonstrations, too few for n_train={n_train} from "
+                    f"train_start_idx={train_start_idx}."
                 )
             self.first_states = {
                 i: demos.arrays["states"][starts[i]] for i in range(train_start_idx, train_start_idx + n_train)
             }
         width = demos.arrays["actions"].shape[1]
         if width % ARM_DIM:
-            raise DataError(f"{dataset_path}: its actions have {width} numbers, not {ARM_DIM} an arm.")
+            raise DataError(f"{dataset_path}: its actions have {width} numbers, not {ARM_DIM} per arm.")
         self.n_arms = width // ARM_DIM
         self.rotation_transformer = RotationTransformer("axis_angle", "rotation_6d") if abs_action else None
         env_kwargs = {
@@ -90,24 +92,29 @@ class RobomimicRunner(RolloutRunner):
             **rollouts,
         )
 
-    def start_options(self, split, seed):
+    def start_options(self, split: str, seed: int) -> dict[str, Any] | None:
         state = self.first_states[seed] if split == "train" else recorded_start(self.env_name, seed)
         return None if state is None else {"state": state}
 
-    def env_action(self, action):
-        """(N, Ta, Da) -> (N, Ta, 7 an arm)"""
+    def env_action(self, action: np.ndarray) -> np.ndarray:
+        """(N, Ta, Da) -> (N, Ta, 7 per arm)"""
         each = ROTATION_6D_DIM if self.rotation_transformer is not None else ARM_DIM
         if action.shape[-1] != each * self.n_arms:
             raise ConfigError(
-                f"the policy's actions have {action.shape[-1]} numbers; {self.env_name} takes {each} for each of {self.n_arms} arm(s) "
-                f"with abs_action={self.rotation_transformer is not None}."
+                f"the policy's actions have {action.shape[-1]} numbers; {self.env_name} takes {each} for each of "
+                f"{self.n_arms} arm(s) with abs_action={self.rotation_transformer is not None}."
             )
-        return (
-            action
-            if self.rotation_transformer is None
-            else decode_rotations(action, self.rotation_transformer, self.n_arms)
-        )
+        if self.rotation_transformer is None:
+            return action
+        return decode_rotations(action, self.rotation_transformer, self.n_arms)
 
 
-def make_env(env_args, abs_action, render_offscreen, wrapper, wrapper_kwargs):
+def make_env(
+    env_args: dict[str, Any],
+    abs_action: bool,
+    render_offscreen: bool,
+    wrapper: Callable[..., Any],
+    wrapper_kwargs: dict[str, Any],
+) -> Any:
+    """Build the environment of a slot."""
     return wrapper(RobosuiteTask(env_args, abs_action, render_offscreen), **wrapper_kwargs)

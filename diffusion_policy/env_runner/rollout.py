@@ -1,10 +1,12 @@
-"""Rollouts of a policy from seeded starts, for any environment; the runners of a task are thin subclasses."""
+"""Rollouts of a policy from seeded starts, for any environment. The runners of a task are thin subclasses."""
 
 import collections
 import functools
 import logging
 import pathlib
 import uuid
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,60 +18,61 @@ from diffusion_policy.gym_util.rollout_slots import AsyncSlots, SlotFault, SyncS
 
 log = logging.getLogger(__name__)
 
-MAX_RESTARTS = 8  # of the environments in one evaluation; what is not played by then is lost
+MAX_RESTARTS = 8  # of the environments in one evaluation; episodes not played by then are lost
+
+Episode = tuple[str, int, bool]  # split, seed, whether it is recorded as video
 
 
 class RolloutRunner:
-    """Rolls a policy out from seeded starts; the score of an episode is its best reward.
+    """Rolls out a policy from seeded starts; the score of an episode is its best reward.
 
-    Environments are built at the first `run` and kept. With a deterministic policy the scores
-    depend on the seeds alone: not on `n_envs`, not on `vector`, not on earlier runs, not on faults.
+    Environments are built at the first `run` and kept. With a deterministic policy the scores depend only on the seeds:
+    not on `n_envs`, `vector`, earlier runs or faults.
 
-    When an environment raises, or its process dies or hangs, all are ended and built anew, and the
-    episodes that were being played are played again from their seeds: together, and if that fails
-    too one at a time. What still fails is in `lost`, and its split has no mean score.
+    When an environment raises, or its process dies or hangs, all environments are closed and rebuilt, and the current
+    episodes are played again from their seeds: together, and if that fails, one at a time. Episodes that still fail are
+    in `lost`, and their split has no mean score.
 
     Args:
-        env_cls, env_kwargs: the environment; it has `control_hz`, and renders 'rgb_array'.
-        n_train, train_start_seed: episodes from the seeds the demonstrations may have used.
+        env_cls, env_kwargs: the environment; it must have `control_hz` and render 'rgb_array'.
+        n_train, train_start_seed: episodes from the seeds that the demonstrations may have used.
         n_test, test_start_seed: episodes from other seeds.
         n_train_vis, n_test_vis: how many of them, from the first, are recorded as video.
-        n_latency_steps: the policy sees observations that old, and its first actions, due before
-            it answered, are dropped.
+        n_latency_steps: age in steps of the observations that the policy sees; as many of its actions are dropped.
         past_action: also pass the last n_obs_steps - 1 executed actions as 'past_action'.
         n_envs: environments per batch, None for all at once.
-        vector: 'sync' steps the environments in this process, 'async' in one process each, which
-            pays when a step costs more than sending its result, and survives one that crashes.
-        worker_timeout: seconds without any answer after which such a process counts as hung; None
-            waits for ever.
+        vector: 'sync' steps the environments in this process, 'async' in one process each. 'async' is faster when a
+            step costs more than sending its result, and survives a crash.
+        worker_timeout: seconds without an answer after which a process counts as hung; None waits forever.
     """
 
     title = "rollouts"  # of the progress bar
+    output_dir: str
 
     def __init__(
         self,
-        output_dir,
-        env_cls,
-        env_kwargs,
-        n_train=10,
-        n_train_vis=3,
-        train_start_seed=0,
-        n_test=22,
-        n_test_vis=6,
-        test_start_seed=10000,
-        max_steps=200,
-        n_obs_steps=8,
-        n_action_steps=8,
-        n_latency_steps=0,
-        fps=10,
-        crf=22,
-        past_action=False,
-        tqdm_interval_sec=5.0,
-        n_envs=None,
-        vector="sync",
-        worker_timeout=300.0,
+        output_dir: str,
+        env_cls: Callable[..., Any],
+        env_kwargs: dict[str, Any],
+        n_train: int = 10,
+        n_train_vis: int = 3,
+        train_start_seed: int = 0,
+        n_test: int = 22,
+        n_test_vis: int = 6,
+        test_start_seed: int = 10000,
+        max_steps: int = 200,
+        n_obs_steps: int = 8,
+        n_action_steps: int = 8,
+        n_latency_steps: int = 0,
+        fps: int = 10,
+        crf: int = 22,
+        past_action: bool = False,
+        tqdm_interval_sec: float = 5.0,
+        n_envs: int | None = None,
+        vector: str = "sync",
+        worker_timeout: float | None = 300.0,
     ):
-        super().__init__(output_dir)
+        super().__init__(output_dir)  # type: ignore[call-arg]  # of the base runner beside this class
         if n_train + n_test < 1:
             raise ConfigError("n_train and n_test are both 0: there is no episode to run")
         if vector not in ("sync", "async"):
@@ -80,7 +83,7 @@ class RolloutRunner:
             raise ConfigError(
                 f"worker_timeout must be a positive number of seconds, or null for none, not {worker_timeout}"
             )
-        self._plan = [("train", train_start_seed + i, i < n_train_vis) for i in range(n_train)]
+        self._plan: list[Episode] = [("train", train_start_seed + i, i < n_train_vis) for i in range(n_train)]
         self._plan += [("test", test_start_seed + i, i < n_test_vis) for i in range(n_test)]
         self.n_envs = n_envs or len(self._plan)
         self.n_obs_steps = n_obs_steps
@@ -91,39 +94,40 @@ class RolloutRunner:
         self.tqdm_interval_sec = tqdm_interval_sec
         self.vector = vector
         self.worker_timeout = worker_timeout
-        self.episodes = []
-        self.lost = []
+        self.episodes: list[dict[str, Any]] = []
+        self.lost: list[dict[str, Any]] = []
         self._make_env = functools.partial(
             make_rollout_env, env_cls, env_kwargs, n_obs_steps + n_latency_steps, n_action_steps, max_steps, fps, crf
         )
-        self._slots = None
+        self._slots: SyncSlots | AsyncSlots | None = None
         self._n_slots = 0
         self._ever_built = False
 
-    def policy_input(self, obs):
-        """Stacked observations of the environments (N, To, ...) -> {name: array} for the policy."""
+    def policy_input(self, obs: Any) -> dict[str, np.ndarray]:
+        """Convert stacked observations of the environments (N, To, ...) to the policy's {name: array}."""
         raise NotImplementedError
 
-    def env_action(self, action):
-        """Actions of the policy (N, Ta, Da) -> those of the environments."""
+    def env_action(self, action: np.ndarray) -> np.ndarray:
+        """Convert actions of the policy (N, Ta, Da) to those of the environments."""
         return action
 
-    def start_options(self, split, seed):
-        """`options` of the environment's reset for this episode: a recorded start, or None for the one that the seed gives."""
+    def start_options(self, split: str, seed: int) -> dict[str, Any] | None:
+        """`options` for the environment's reset: a recorded start, or None to draw the start from the seed."""
         return None
 
-    def run(self, policy):
-        """-> {'<split>/sim_max_reward_<seed>', '<split>/sim_video_<seed>', '<split>/mean_score'}.
+    def run(self, policy: Any) -> dict[str, Any]:
+        """Play all episodes -> {'<split>/sim_max_reward_<seed>', '<split>/sim_video_<seed>', '<split>/mean_score'}.
 
-        Afterwards `self.episodes` holds one {split, seed, max_reward, steps, video} per episode that
-        was played, and `self.lost` one {split, seed, reason} per episode that could not be. A split
-        that lost some has '<split>/lost_episodes', how many, instead of a mean over fewer.
+        Afterwards `self.episodes` holds one {split, seed, max_reward, steps, video} per played episode, and `self.lost`
+        one {split, seed, reason} per lost episode. A split that lost episodes has '<split>/lost_episodes' instead of a
+        mean: a mean over fewer episodes is not comparable.
         """
         self.episodes, self.lost = [], []
-        self._faults, self._tracebacks = 0, set()
+        self._faults = 0
+        self._tracebacks: set[str | None] = set()
         chunks = [self._plan[i : i + self.n_envs] for i in range(0, len(self._plan), self.n_envs)]
         try:
-            # disable=None: no bar where nobody watches, such as a log file.
+            # disable=None: no bar if the output is not a terminal.
             with tqdm.tqdm(
                 total=len(chunks) * self.max_steps,
                 unit="step",
@@ -138,17 +142,17 @@ class RolloutRunner:
                     if self.episodes:
                         bar.set_postfix(mean_score=np.mean([e["max_reward"] for e in self.episodes]))
         except BaseException:
-            self.close()  # slots that were interrupted cannot be stepped again
+            self.close()  # interrupted slots cannot be stepped again
             raise
         return self._log()
 
-    def close(self):
-        """End the environments; the next `run` builds new ones."""
+    def close(self) -> None:
+        """Close the environments; the next `run` builds new ones."""
         if self._slots is not None:
             self._slots.close()
             self._slots = None
 
-    def _get_slots(self, count):
+    def _get_slots(self, count: int) -> SyncSlots | AsyncSlots:
         if self._slots is not None and self._n_slots != count:
             self.close()
         if self._slots is None:
@@ -161,24 +165,24 @@ class RolloutRunner:
         return self._slots
 
     # ------------------------------------------------------------------ faults
-    def _play(self, policy, chunk, bar):
-        """Play the episodes of `chunk`: together, together again, one at a time; then those left are lost."""
+    def _play(self, policy: Any, chunk: list[Episode], bar: tqdm.tqdm) -> None:
+        """Play the episodes of `chunk`: together, together again, then one at a time; then the rest is lost."""
         random_numbers = RandomState.capture()
         for _ in range(2):
             if self._try(policy, chunk, bar, self.n_envs) is None:
                 return
-            RandomState.restore(random_numbers)  # so that the next try is what this one would have been
+            RandomState.restore(random_numbers)  # the next attempt draws the same numbers
         for episode in chunk:
             reason = self._try(policy, [episode], bar, 1)
             if reason is not None:
                 split, seed, _ = episode
                 self.lost.append({"split": split, "seed": seed, "reason": reason})
 
-    def _try(self, policy, chunk, bar, count):
-        """Play the episodes of `chunk` in `count` slots -> None, or what went wrong."""
+    def _try(self, policy: Any, chunk: list[Episode], bar: tqdm.tqdm, count: int) -> str | None:
+        """Play the episodes of `chunk` in `count` slots; return None, or the reason of the failure."""
         if self._faults > MAX_RESTARTS:
             return f"was not played: the environments of this evaluation had failed {self._faults} times"
-        episodes = [
+        episodes: list[dict[str, Any]] = [
             {
                 "split": split,
                 "seed": seed,
@@ -207,14 +211,16 @@ class RolloutRunner:
                     f"\n{failure.traceback}" if new and failure.traceback else "",
                 )
             if not self._ever_built and self._faults > 1:
-                raise  # not an accident: an environment that cannot be built is for the user to mend
+                raise  # not an accident: the environment cannot be built at all
             return "; ".join(failure.reason for failure in fault.failures.values())
 
     # ------------------------------------------------------------------ episodes
-    def _run_chunk(self, policy, episodes, bar, count):
-        """Play up to `count` episodes side by side -> list of their results."""
+    def _run_chunk(
+        self, policy: Any, episodes: list[dict[str, Any]], bar: tqdm.tqdm, count: int
+    ) -> list[dict[str, Any]]:
+        """Play up to `count` episodes in parallel and return their results."""
         env = self._get_slots(count)
-        slots = episodes + [None] * (count - len(episodes))
+        slots = [*episodes, *[None] * (count - len(episodes))]
         obs = env.reset(slots)
         policy.reset()
         done = np.array([slot is None for slot in slots])
@@ -228,7 +234,7 @@ class RolloutRunner:
             for i in np.flatnonzero(~done & ~np.isfinite(action).all(axis=(1, 2))):
                 raise RuntimeError(
                     f"the policy returned an action that is not finite, in the episode with "
-                    f"seed {slots[i]['seed']} after {steps[i]} steps"
+                    f"seed {episodes[i]['seed']} after {steps[i]} steps"
                 )
             action = action[:, self.n_latency_steps :]
             if action.shape[1] == 0:
@@ -241,28 +247,29 @@ class RolloutRunner:
             bar.update(action.shape[1])
         return [
             {"split": e["split"], "seed": e["seed"], "max_reward": float(r), "steps": int(n), "video": e["video"]}
-            for e, r, n in zip(episodes, reward, steps)
+            for e, r, n in zip(episodes, reward, steps, strict=False)  # idle slots come last
         ]
 
-    def _predict(self, policy, batch):
+    def _predict(self, policy: Any, batch: dict[str, np.ndarray]) -> np.ndarray:
         """{name: (N, To, ...)} -> actions (N, Ta, Da) float64.
 
-        Observations stay float32 whatever the policy computes in: pixels up to 512 do not survive
-        half precision, and normalising them is the policy's first step.
+        Observations stay float32 for every precision of the policy: half precision cannot represent positions up to 512
+        pixels, and the policy normalises them first.
         """
-        batch = {key: torch.from_numpy(value).to(policy.device) for key, value in batch.items()}
+        obs = {key: torch.from_numpy(value).to(policy.device) for key, value in batch.items()}
         with torch.no_grad():
-            action = policy.predict_action(batch)["action"]
+            action = policy.predict_action(obs)["action"]
         return action.detach().to("cpu", torch.float64).numpy()
 
-    def _video_path(self, split, seed):
-        """A new name at every run, so that the videos of an epoch survive the next one."""
+    def _video_path(self, split: str, seed: int) -> str:
+        """A new name in every run, so that the videos of earlier epochs are kept."""
         folder = pathlib.Path(self.output_dir) / "media"
         folder.mkdir(parents=True, exist_ok=True)
         return str(folder / f"{split}_{seed}_{uuid.uuid4().hex[:8]}.mp4")
 
-    def _log(self):
-        out, scores = {}, {}
+    def _log(self) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        scores: dict[str, list[float]] = {}
         for episode in self.episodes:
             split, seed = episode["split"], episode["seed"]
             out[f"{split}/sim_max_reward_{seed}"] = episode["max_reward"]

@@ -1,21 +1,21 @@
-"""Point clouds and pictures of a MuJoCo simulation, without a display."""
-
-from __future__ import annotations
+"""Point clouds and images of a MuJoCo simulation, without a display."""
 
 import ctypes.util
 import glob
 import importlib
 import os
 import sys
+from typing import Any, ClassVar
 
 import numpy as np
+from einops import rearrange
 
 from diffusion_policy.common.errors import ConfigError
 from diffusion_policy.common.point_cloud import View, farthest_points, points_in_view
 
 
 def default_renderer() -> str:
-    """MUJOCO_GL where the user has not set it: EGL on a machine with a GPU, else OSMesa if it is there."""
+    """Default of MUJOCO_GL: EGL on a machine with a GPU, else OSMesa if it is installed."""
     if os.uname().sysname == "Darwin":
         return "cgl"
     has_gpu = glob.glob("/dev/nvidia[0-9]*") or glob.glob("/dev/dri/render*")
@@ -23,19 +23,21 @@ def default_renderer() -> str:
 
 
 def choose_renderer() -> None:
-    """The user's MUJOCO_GL, or what fits this machine."""
+    """Set MUJOCO_GL to what fits this machine, unless the user has set it."""
     if not os.environ.get("MUJOCO_GL"):
         os.environ["MUJOCO_GL"] = default_renderer()
-    # MuJoCo looks at it when it is imported. If somebody imported it before it was set, it would open windows; without a display it then aborts.
+    # MuJoCo reads it on import. Imported before it was set, MuJoCo would open windows, and abort without a display.
     loaded = sys.modules.get("mujoco.gl_context")
     if loaded is not None and getattr(loaded, "_MUJOCO_GL", None) != os.environ["MUJOCO_GL"].lower().strip():
         importlib.reload(loaded)
 
 
 def no_renderer(what: str, error: Exception) -> ConfigError:
+    """The error for a missing renderer, with the command that installs one."""
     return ConfigError(
         f"{what} cannot be rendered with MUJOCO_GL={os.environ.get('MUJOCO_GL')}: {type(error).__name__}: {error}. "
-        "Without a GPU: apt-get install libosmesa6, and set MUJOCO_GL=osmesa; with one: apt-get install libegl1, and MUJOCO_GL=egl."
+        "Without a GPU: apt-get install libosmesa6, and set MUJOCO_GL=osmesa; with one: apt-get install libegl1, and "
+        "MUJOCO_GL=egl."
     )
 
 
@@ -43,29 +45,30 @@ HIDDEN = 5  # a group of geometries that MuJoCo does not draw
 
 
 class PointCloudGenerator:
-    """Looks at a simulation through one of its cameras.
+    """Depth, images and point clouds from a camera of a simulation.
 
-    With OSMesa, depth is wrong without notice while a second renderer lives in the process: whoever looks closes the last one's. That
-    costs a tenth of a second for each change, so several environments belong into several processes.
+    With OSMesa, depth is silently wrong while a second renderer exists in the process. So only one generator per
+    process has a renderer, and another one that renders closes it first. That takes a tenth of a second, so several
+    environments should run in several processes.
 
     Args:
         model, data: MuJoCo's.
-        camera: its name.
-        size: height and width of the picture in pixels.
+        camera: name of the camera.
+        size: height and width of the image in pixels.
     """
 
-    _renderer_of = None  # the one of this process that has a renderer
+    _renderer_of: ClassVar["PointCloudGenerator | None"] = None  # the generator of this process that has a renderer
 
-    def __init__(self, model, data, camera: str, size: int):
+    def __init__(self, model: Any, data: Any, camera: str, size: int):
         import mujoco
 
         self.model, self.data, self.camera, self.size = model, data, camera, size
         self.camera_id = mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_CAMERA, camera)
         self.fovy = float(model.cam_fovy[self.camera_id])
         self._groups = model.geom_group.copy()
-        # Software renderers take ten times as long for pictures with shadows and smoothed edges; depth has neither.
+        # Shadows and antialiasing take a software renderer ten times as long; depth has neither.
         model.vis.quality.offsamples = 0
-        self._renderer = None
+        self._renderer: Any = None
 
     def depth(self) -> np.ndarray:
         """(H, W) float32, metres along the camera's axis."""
@@ -73,7 +76,7 @@ class PointCloudGenerator:
         renderer.enable_depth_rendering()
         return self._draw(renderer)
 
-    def picture(self) -> np.ndarray:
+    def image(self) -> np.ndarray:
         """(H, W, 3) uint8"""
         renderer = self._own_renderer()
         renderer.disable_depth_rendering()
@@ -86,20 +89,21 @@ class PointCloudGenerator:
 
     def coloured(self, view: View, count: int) -> dict[str, np.ndarray]:
         """point_cloud (count, 6), position and colour in 0..255; depth (H, W), all float32; img (H, W, 3) uint8."""
-        depth, picture = self.depth(), self.picture()
+        depth, image = self.depth(), self.image()
         points, pixels = points_in_view(depth, self.fovy, view)
         chosen = farthest_points(points, count)
-        colours = picture.reshape(-1, 3)[pixels[chosen]].astype(np.float32)
-        return {"point_cloud": np.concatenate([points[chosen], colours], axis=1), "depth": depth, "img": picture}
+        colours = rearrange(image, "h w c -> (h w) c")[pixels[chosen]].astype(np.float32)
+        return {"point_cloud": np.concatenate([points[chosen], colours], axis=1), "depth": depth, "img": image}
 
     def close(self) -> None:
+        """Free the renderer."""
         if self._renderer is not None:
             self._renderer.close()
             self._renderer = None
         if PointCloudGenerator._renderer_of is self:
             PointCloudGenerator._renderer_of = None
 
-    def _own_renderer(self):
+    def _own_renderer(self) -> Any:
         if self._renderer is None:
             if PointCloudGenerator._renderer_of is not None:
                 PointCloudGenerator._renderer_of.close()
@@ -107,15 +111,15 @@ class PointCloudGenerator:
             PointCloudGenerator._renderer_of = self
         return self._renderer
 
-    def _make_renderer(self):
+    def _make_renderer(self) -> Any:
         import mujoco
 
         try:
             return mujoco.Renderer(self.model, self.size, self.size)
-        except Exception as error:  # each way in which OpenGL can be missing has its own
+        except Exception as error:  # a missing OpenGL library can raise any type
             raise no_renderer("Depth", error) from error
 
-    def _draw(self, renderer) -> np.ndarray:
+    def _draw(self, renderer: Any) -> np.ndarray:
         import mujoco
 
         self._hide_what_is_out_of_view()
@@ -125,12 +129,11 @@ class PointCloudGenerator:
         return renderer.render().copy()
 
     def _hide_what_is_out_of_view(self) -> None:
-        """Spare a software renderer the meshes whose bounding spheres do not reach into the camera's view; the picture is the same."""
+        """Hide meshes whose bounding spheres are out of view: a software renderer is faster, the image is the same."""
         rotation = self.data.cam_xmat[self.camera_id].reshape(3, 3)
         x, y, z = ((self.data.geom_xpos - self.data.cam_xpos[self.camera_id]) @ rotation).T  # it looks along -z
         half, radius = np.radians(self.fovy) / 2, self.model.geom_rbound
-        margin = np.minimum(
-            -z * np.sin(half) - np.maximum(np.abs(x), np.abs(y)) * np.cos(half), -z
-        )  # distance from the nearest plane of the view
-        # Planes, which have no end, have no radius either.
+        # distance from the nearest plane of the view
+        margin = np.minimum(-z * np.sin(half) - np.maximum(np.abs(x), np.abs(y)) * np.cos(half), -z)
+        # Infinite planes have radius 0.
         self.model.geom_group[:] = np.where((radius == 0) | (margin > -radius), self._groups, HIDDEN)

@@ -1,10 +1,9 @@
-"""Slots that play episodes side by side: in this process, or in one process each, which may die without taking the run along.
+"""Slots that play episodes in parallel: in this process, or in one process each, so that a crash does not end the run.
 
-Not gymnasium's AsyncVectorEnv, although it is close. It waits for ever for a worker that hangs while it is built or whose exception
-cannot be pickled, `close(terminate=True)` waits for ever for one that ignores SIGTERM, and none of its errors says which one failed.
+gymnasium's AsyncVectorEnv is close but not used: it waits forever for a worker that hangs in its constructor or whose
+exception cannot be pickled, `close(terminate=True)` waits forever for a worker that ignores SIGTERM, and its errors do
+not name the worker that failed.
 """
-
-from __future__ import annotations
 
 import contextlib
 import dataclasses
@@ -14,7 +13,9 @@ import multiprocessing
 import signal
 import time
 import traceback
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import connection
+from typing import Any
 
 import numpy as np
 from gymnasium.vector.utils import CloudpickleWrapper
@@ -25,19 +26,19 @@ from diffusion_policy.gym_util.video_recording_wrapper import VideoRecorder, Vid
 
 log = logging.getLogger(__name__)
 
-GRACE = 1.0  # seconds that a process gets to end by itself once its pipe is closed
+GRACE = 1.0  # seconds for a process to end by itself after its pipe is closed
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """Why a slot failed, as the rest of a sentence, and the traceback if it raised."""
+    """Why a slot failed, as the predicate of a sentence, and the traceback if it raised."""
 
     reason: str
     traceback: str | None = None
 
 
 class SlotFault(RuntimeError):
-    """Environments that raised, died or hung: {slot: Failure}. The slots they are part of must be closed."""
+    """Environments that raised, died or hung: {slot: Failure}. All slots must be closed."""
 
     def __init__(self, failures: dict[int, Failure]):
         super().__init__(
@@ -47,24 +48,24 @@ class SlotFault(RuntimeError):
 
 
 class RolloutEnv:
-    """One slot: plays the episode assigned to it, then waits, the last observation repeated, until the others are done too.
+    """One slot: plays its episode, then repeats the last observation until the other slots are done.
 
     A slot whose episode is None is done from the start.
     """
 
-    def __init__(self, env, video):
+    def __init__(self, env: MultiStepWrapper, video: VideoRecordingWrapper):
         self.env = env
         self.video = video
 
-    def reset(self, episode):
-        """Start an episode {'seed', 'video', 'options'}, or None -> the first observation."""
+    def reset(self, episode: dict[str, Any] | None) -> Any:
+        """Start an episode {'seed', 'video', 'options'}, or None; return the first observation."""
         self.video.file_path = None if episode is None else episode["video"]
         self._reward, self._steps, self._done = 0.0, 0, episode is None
         seed, options = (0, None) if episode is None else (episode["seed"], episode["options"])
         self._obs, _ = self.env.reset(seed=seed, options=options)
         return self._obs
 
-    def step(self, action):
+    def step(self, action: np.ndarray) -> tuple[Any, float, bool, int]:
         """action (Ta, Da) -> observation, best reward so far, whether the episode is over, its steps so far."""
         if not self._done:
             self._obs, self._reward, terminated, truncated, _ = self.env.step(action)
@@ -74,11 +75,20 @@ class RolloutEnv:
                 self.video.video_recoder.stop()
         return self._obs, self._reward, self._done, self._steps
 
-    def close(self):
+    def close(self) -> None:
         self.env.close()
 
 
-def make_rollout_env(env_cls, env_kwargs, n_obs_steps, n_action_steps, max_steps, fps, crf):
+def make_rollout_env(
+    env_cls: Callable[..., Any],
+    env_kwargs: dict[str, Any],
+    n_obs_steps: int,
+    n_action_steps: int,
+    max_steps: int,
+    fps: int,
+    crf: int,
+) -> RolloutEnv:
+    """Build a slot's environment, with video recording and chunks of actions."""
     env = env_cls(**env_kwargs)
     video = VideoRecordingWrapper(
         env,
@@ -92,23 +102,27 @@ def make_rollout_env(env_cls, env_kwargs, n_obs_steps, n_action_steps, max_steps
 
 
 class _Slots:
-    """What the two kinds share; `_call(name, arguments)` calls that method of every slot's RolloutEnv -> list of results."""
+    """Base class of the two kinds of slots."""
 
-    def reset(self, episodes):
-        """One episode, or None, for each slot -> first observations (N, ...), a dict of them if the environment has several."""
+    def _call(self, name: str, arguments: Iterable[Any]) -> list[Any]:
+        """Call the method `name` of every slot's RolloutEnv with its argument."""
+        raise NotImplementedError
+
+    def reset(self, episodes: Sequence[dict[str, Any] | None]) -> Any:
+        """Start one episode, or None, per slot; return the first observations (N, ...), or a dict of them."""
         return _batch(self._call("reset", episodes))
 
-    def step(self, actions):
+    def step(self, actions: np.ndarray) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray]:
         """actions (N, Ta, Da) -> observations (N, ...), rewards (N,), done (N,), steps (N,)."""
-        obs, rewards, done, steps = zip(*self._call("step", actions))
+        obs, rewards, done, steps = zip(*self._call("step", actions), strict=True)
         return _batch(obs), np.array(rewards, dtype=np.float64), np.array(done, dtype=bool), np.array(steps)
 
 
 class SyncSlots(_Slots):
-    """Environments in this process. One that hangs or dies takes the process along; one that raises is a SlotFault."""
+    """Environments in this process. An exception becomes a SlotFault; a hang or crash affects the whole process."""
 
-    def __init__(self, make_env, count):
-        self._envs = []
+    def __init__(self, make_env: Callable[[], RolloutEnv], count: int):
+        self._envs: list[RolloutEnv] = []
         try:
             for slot in range(count):
                 self._envs.append(_result(slot, _attempt(make_env)))
@@ -116,32 +130,34 @@ class SyncSlots(_Slots):
             self.close()
             raise
 
-    def reset(self, episodes):
+    def reset(self, episodes: Sequence[dict[str, Any] | None]) -> Any:
         _collect_worlds()
         return super().reset(episodes)
 
-    def _call(self, name, arguments):
+    def _call(self, name: str, arguments: Iterable[Any]) -> list[Any]:
         return [
             _result(slot, _attempt(getattr(env, name), argument))
-            for slot, (env, argument) in enumerate(zip(self._envs, arguments))
+            for slot, (env, argument) in enumerate(zip(self._envs, arguments, strict=True))
         ]
 
-    def close(self):
+    def close(self) -> None:
+        """Close every environment."""
         for env in self._envs:
             try:
                 env.close()
-            except Exception as error:  # it may be closed because it is broken
+            except Exception as error:  # a broken environment may fail to close
                 log.warning("closing an environment failed: %s: %s", type(error).__name__, error)
         self._envs = []
 
 
 class AsyncSlots(_Slots):
-    """Environments in one process each. One that raises, dies, or lets `timeout` seconds pass while nobody answers, is a SlotFault."""
+    """Environments in one process each. An exception, a crash, or `timeout` seconds without answer is a SlotFault."""
 
-    def __init__(self, make_env, count, timeout=None):
+    def __init__(self, make_env: Callable[[], RolloutEnv], count: int, timeout: float | None = None):
         self.timeout = timeout
-        self._processes, self._pipes = [], []
-        # Not fork: libraries with threads of their own do not survive it.
+        self._processes: list[Any] = []
+        self._pipes: list[connection.Connection] = []
+        # Not fork: libraries that started threads do not survive it.
         context = multiprocessing.get_context(
             "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
         )
@@ -153,7 +169,7 @@ class AsyncSlots(_Slots):
             self.close()
             raise
 
-    def _start(self, context, slot, make_env):
+    def _start(self, context: Any, slot: int, make_env: Callable[[], Any]) -> None:
         pipe, theirs = context.Pipe()
         self._pipes.append(pipe)
         process = context.Process(
@@ -164,20 +180,20 @@ class AsyncSlots(_Slots):
         except OSError as error:
             raise SlotFault({slot: Failure(f"got no process: {error}")}) from error
         finally:
-            theirs.close()  # so that the pipe ends when the process does
+            theirs.close()  # so that the pipe closes with the process
         self._processes.append(process)
 
-    def _call(self, name, arguments):
-        for pipe, argument in zip(self._pipes, arguments):
-            with contextlib.suppress(OSError):  # dead since its last answer: `_answers` finds out how
+    def _call(self, name: str, arguments: Iterable[Any]) -> list[Any]:
+        for pipe, argument in zip(self._pipes, arguments, strict=True):
+            with contextlib.suppress(OSError):  # the process is dead; `_answers` finds out why
                 pipe.send((name, argument))
         return self._answers()
 
-    def _answers(self):
-        """What each process sends, in order."""
+    def _answers(self) -> list[Any]:
+        """Wait for the answer of every process."""
         answers, waiting = {}, dict(enumerate(self._processes))
         while waiting:
-            # Also the sentinel: a process that the environment started may keep the pipe of a dead one open.
+            # The sentinel, too: a child of the environment may keep the pipe of a dead process open.
             ready = connection.wait(
                 [handle for slot, process in waiting.items() for handle in (self._pipes[slot], process.sentinel)],
                 self.timeout,
@@ -190,16 +206,16 @@ class AsyncSlots(_Slots):
                     del waiting[slot]
         return [answers[slot] for slot in range(len(self._processes))]
 
-    def _answer(self, slot):
+    def _answer(self, slot: int) -> tuple[bool, Any]:
         pipe, process = self._pipes[slot], self._processes[slot]
         with contextlib.suppress(EOFError, OSError):
             if pipe.poll():
                 return pipe.recv()
-        process.join(GRACE)  # the pipe ends a moment before the process
+        process.join(GRACE)  # the pipe closes a moment before the process ends
         return False, (Failure(_end(process.exitcode)), None)
 
-    def close(self):
-        """End every process, whatever it is doing."""
+    def close(self) -> None:
+        """End every process, by force after the grace period."""
         for pipe in self._pipes:
             pipe.close()
         deadline = time.monotonic() + GRACE
@@ -213,9 +229,9 @@ class AsyncSlots(_Slots):
         self._processes, self._pipes = [], []
 
 
-def _work(make_env, pipe):
-    """The life of a process: build the environment, then answer calls until the pipe is closed or one of them fails."""
-    # Ctrl-C on a terminal reaches every process; whoever started this one decides what ends.
+def _work(make_env: Callable[[], RolloutEnv], pipe: connection.Connection) -> None:
+    """Main function of a process: build the environment, then answer calls until the pipe closes or a call fails."""
+    # Ctrl-C on a terminal reaches every process; the parent decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     built, env = _attempt(make_env)
     try:
@@ -227,31 +243,34 @@ def _work(make_env, pipe):
                 _collect_worlds()
             works, value = _attempt(getattr(env, name), argument)
             pipe.send((works, value))
-    except (EOFError, OSError):  # nobody is at the other end any more
+    except (EOFError, OSError):  # the parent closed the pipe
         pass
     finally:
         if built:
             env.close()
 
 
-def _collect_worlds():
-    """Free the worlds of earlier episodes. They are cycles of few Python objects around much native memory, of which the collector,
-    which counts objects, knows nothing: PushT's grow by some kilobytes an episode for thousands of episodes if left to it."""
+def _collect_worlds() -> None:
+    """Free the simulations of earlier episodes.
+
+    They are cycles of few Python objects that hold much native memory. Python's collector counts objects, so it would
+    run too rarely: PushT's memory would grow by some kilobytes per episode for thousands of episodes.
+    """
     gc.collect()
 
 
-def _attempt(call, *arguments):
-    """-> (True, result) or (False, (Failure, the error if it is the user's to fix)); another process can be sent either."""
+def _attempt(call: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
+    """Return (True, result), or (False, (Failure, the error if it is a UserError)); both can be sent through a pipe."""
     try:
         return True, call(*arguments)
     except Exception as error:
         where = f" in {call.__name__}" if hasattr(call, "__name__") else " while it was built"
-        message = str(error).strip().partition("\n")[0]  # the traceback has the rest
+        message = str(error).strip().partition("\n")[0]  # the rest is in the traceback
         failure = Failure(f"raised {type(error).__name__}{where}: {message}", traceback.format_exc())
         return False, (failure, error if isinstance(error, UserError) else None)
 
 
-def _result(slot, answer):
+def _result(slot: int, answer: tuple[bool, Any]) -> Any:
     works, value = answer
     if works:
         return value
@@ -259,8 +278,8 @@ def _result(slot, answer):
     raise SlotFault({slot: failure}) if user_error is None else user_error
 
 
-def _end(code):
-    """What the exit code of a process says about its end."""
+def _end(code: int | None) -> str:
+    """Describe how a process ended."""
     if code is None:
         return "closed its pipe"
     if code >= 0:
@@ -269,7 +288,7 @@ def _end(code):
     return f"was killed by {names.get(-code, f'signal {-code}')}"
 
 
-def _batch(observations):
+def _batch(observations: Sequence[Any]) -> Any:
     if isinstance(observations[0], dict):
         return {key: np.stack([obs[key] for obs in observations]) for key in observations[0]}
     return np.stack(observations)

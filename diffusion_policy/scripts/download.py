@@ -1,10 +1,11 @@
-"""Get a public dataset.
+"""Download a public dataset.
 
     python -m diffusion_policy.scripts.download pusht [--output data]
     python -m diffusion_policy.scripts.download robomimic --task lift --kind ph --obs low_dim_abs
 
-An archive is fetched into `<output>/<name>.zip.part`, where a later call resumes, unpacked beside its final place, checked, and
-only then moved there. A file of robomimic's goes to `<output>/robomimic/datasets/<task>/<kind>/<obs>.hdf5` in the same way.
+An archive is downloaded to `<output>/<name>.zip.part`, where a later call resumes. It is unpacked next to its final
+place, checked, and only then moved there. A robomimic file goes to
+`<output>/robomimic/datasets/<task>/<kind>/<obs>.hdf5` in the same way.
 """
 
 import argparse
@@ -18,8 +19,10 @@ import tempfile
 import urllib.error
 import urllib.request
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -35,15 +38,15 @@ BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Source:
-    """A published archive, and what is known of its content."""
+    """A published archive and its expected content."""
 
     url: str
-    sha256: str | None  # of the archive; None where nobody has published it
-    zarr: str  # the replay buffer's path in the archive
+    sha256: str | None  # of the archive; None if unpublished
+    zarr: str  # path of the replay buffer in the archive
     episodes: int
     steps: int
     keys: tuple[str, ...]
-    content_sha256: str  # over the raw bytes of these arrays, in this order, and of episode_ends
+    content_sha256: str  # over the raw bytes of these arrays, in this order, then of episode_ends
 
 
 SOURCES = {
@@ -58,21 +61,48 @@ SOURCES = {
     ),
 }
 
-
-TASKS, KINDS, OBS = (
-    ("lift", "can", "square", "transport", "tool_hang"),
-    ("ph", "mh"),
-    ("low_dim", "low_dim_abs", "image", "image_abs"),
-)
+TASKS = ("lift", "can", "square", "transport", "tool_hang")
+KINDS = ("ph", "mh")
+OBS = ("low_dim", "low_dim_abs", "image", "image_abs")
 HUB = "https://huggingface.co/datasets"
 
 
-def main(argv=None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code."""
+    args = _parse(argv)
+    if args.dataset == "robomimic":
+        url = args.url or robomimic_url(args.task, args.kind, args.obs, args.source)
+        place = args.output / "robomimic/datasets" / args.task / args.kind / f"{args.obs}.hdf5"
+        other_way = f"put it at {place}"
+    else:
+        source = SOURCES[args.dataset]
+        url = args.url or source.url
+        other_way = f"unpack it into {args.output}"
+    try:
+        if args.dataset == "robomimic":
+            install_file(url, place, args.sha256, args.force)
+        else:
+            install(source, url, args.output, args.dataset, args.sha256 or source.sha256, args.force)
+    except urllib.error.HTTPError as error:
+        return _fail(
+            f"{url} answers {error.code} {error.reason}. Is the address right? Another one can be given with --url."
+        )
+    except (urllib.error.URLError, TimeoutError, ConnectionError, http.client.HTTPException) as error:
+        return _fail(
+            f"{url} cannot be reached ({getattr(error, 'reason', error)}). Is there a network? What has arrived is "
+            f"kept: the same command resumes. Or fetch the file in another way and {other_way}."
+        )
+    except (UserError, OSError) as error:
+        return _fail(str(error))
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--output", type=Path, default=Path("data"), help="folder to put it in (default: data)")
+    common.add_argument("--output", type=Path, default=Path("data"), help="folder for the dataset (default: data)")
     common.add_argument("--url", help="another address of the same file, such as a mirror")
-    common.add_argument("--sha256", help="refuse a file with another checksum")
-    common.add_argument("--force", action="store_true", help="replace the dataset if it is already there")
+    common.add_argument("--sha256", help="expected checksum; a file with another one is rejected")
+    common.add_argument("--force", action="store_true", help="replace an existing dataset")
     parser = argparse.ArgumentParser(description="Download a public dataset.")
     datasets = parser.add_subparsers(
         dest="dataset", required=True, metavar=f"{{{','.join([*sorted(SOURCES), 'robomimic'])}}}"
@@ -88,66 +118,42 @@ def main(argv=None) -> int:
         "--obs",
         default="low_dim_abs",
         choices=OBS,
-        help="without or with pictures; abs: actions are poses, as config/task/ has them (default: low_dim_abs)",
+        help="without or with images; abs: actions are poses, as in config/task/ (default: low_dim_abs)",
     )
     robomimic.add_argument(
         "--source",
         default="mip",
         choices=("mip", "robomimic"),
-        help="who publishes it: MIP, all of them, or robomimic, only low_dim (default: mip)",
+        help="publisher: mip has all files, robomimic only low_dim (default: mip)",
     )
     args = parser.parse_args(argv)
     if args.dataset == "robomimic":
         if (args.task, args.kind) == ("tool_hang", "mh"):
             robomimic.error("tool_hang has only demonstrations of kind ph")
         if args.source == "robomimic" and args.obs != "low_dim":
-            robomimic.error("robomimic publishes low_dim alone; the others come from --source mip")
-        url = args.url or robomimic_url(args.task, args.kind, args.obs, args.source)
-        place = args.output / "robomimic/datasets" / args.task / args.kind / f"{args.obs}.hdf5"
-        other_way = f"put it at {place}"
-    else:
-        url = args.url or SOURCES[args.dataset].url
-        other_way = f"unpack it into {args.output}"
-    try:
-        if args.dataset == "robomimic":
-            install_file(url, place, args.sha256, args.force)
-        else:
-            source = SOURCES[args.dataset]
-            install(source, url, args.output, args.dataset, args.sha256 or source.sha256, args.force)
-    except urllib.error.HTTPError as error:
-        return _fail(
-            f"{url} answers {error.code} {error.reason}. Is the address right? Another one can be given with --url."
-        )
-    except (urllib.error.URLError, TimeoutError, ConnectionError, http.client.HTTPException) as error:
-        return _fail(
-            f"{url} cannot be reached ({getattr(error, 'reason', error)}). Is there a network? What has arrived is kept: "
-            f"the same command resumes. Or fetch the file in another way and {other_way}."
-        )
-    except (UserError, OSError) as error:
-        return _fail(str(error))
-    return 0
+            robomimic.error("robomimic publishes only low_dim; use --source mip for the others")
+    return args
 
 
 def robomimic_url(task: str, kind: str, obs: str, source: str) -> str:
+    """Address of a robomimic file at its publisher."""
     if source == "robomimic":
         return f"{HUB}/amandlek/robomimic/resolve/main/v1.5/{task}/{kind}/low_dim_v15.hdf5"
     return f"{HUB}/ChaoyiPan/mip-dataset/resolve/main/robomimic/{task}/{kind}/{obs}.hdf5"
 
 
-def install_file(url: str, target: Path, sha256: str | None, force: bool):
-    """Fetch and check a file of demonstrations; its checksum is kept beside it in <target>.sha256, as `sha256sum -c` reads it."""
+def install_file(url: str, target: Path, sha256: str | None, force: bool) -> None:
+    """Fetch and check a demonstration file; store its checksum in <target>.sha256, readable by `sha256sum -c`."""
     record = target.with_name(f"{target.name}.sha256")
     if target.exists() and not force:
         if not record.exists():
-            print(
-                f"{target} is already there, {contents(target)}. Its checksum is not known; --force fetches it again."
-            )
+            print(f"{target} exists, {contents(target)}. Its checksum is not known; --force fetches it again.")
         elif sum_of(target) != record.read_text().split()[0]:
             raise DataError(
-                f"{target} has another checksum than when it was fetched, it is damaged or was changed. --force fetches it again."
+                f"{target} has changed since it was fetched: its checksum differs. --force fetches it again."
             )
         else:
-            print(f"{target} is already there and complete, {contents(target)}; --force fetches it again.")
+            print(f"{target} exists and is complete, {contents(target)}; --force fetches it again.")
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.part")
@@ -159,21 +165,21 @@ def install_file(url: str, target: Path, sha256: str | None, force: bool):
         part.unlink()  # resuming a file with wrong content would never make it right
         raise
     if sha256 or published:
-        print(f"It is the one {'that was asked for' if sha256 else 'that the server says it has'}.")
+        print(f"The checksum is the one {'given with --sha256' if sha256 else 'published by the server'}.")
     else:
-        print(f"Nobody has published a checksum to compare it with; this one is recorded in {record.name}.")
+        print(f"No published checksum to compare with; this one is recorded in {record.name}.")
     part.replace(target)
     write_atomically(record, lambda file: file.write(f"{actual}  {target.name}\n".encode()))
     print(f"{target}: {found}.")
 
 
 def contents(path: Path) -> str:
-    """What is in a file of demonstrations; DataError if it is none."""
-    demos = read_demos(path, ["actions"])
-    return f"{len(demos.episode_ends)} demonstrations, {demos.episode_ends[-1]} steps"
+    """Describe a demonstration file; raise DataError if it is not one."""
+    ends = read_demos(path, ["actions"]).episode_ends
+    return f"{len(ends)} demonstrations, {ends[-1]} steps"
 
 
-def install(source: Source, url: str, output: Path, name: str, sha256: str | None, force: bool):
+def install(source: Source, url: str, output: Path, name: str, sha256: str | None, force: bool) -> None:
     """Fetch, check and unpack `source` into `output`."""
     target = output / Path(source.zarr).parts[0]
     if target.exists() and not force:
@@ -181,7 +187,7 @@ def install(source: Source, url: str, output: Path, name: str, sha256: str | Non
             verify(output / source.zarr, source)
         except DataError as error:
             raise DataError(f"{error} --force fetches it again.") from error
-        print(f"{target} is already there and complete; --force fetches it again.")
+        print(f"{target} exists and is complete; --force fetches it again.")
         return
     output.mkdir(parents=True, exist_ok=True)
     part = output / f"{name}.zip.part"
@@ -203,37 +209,42 @@ def install(source: Source, url: str, output: Path, name: str, sha256: str | Non
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Notes the sha256 of the file that Hugging Face names when it sends a client on to where the file is."""
+    """Keeps the sha256 that Hugging Face names when it redirects to the file."""
 
-    sha256 = None
+    sha256: str | None = None
 
-    def redirect_request(self, req, fp, code, msg, headers, newurl):
-        named = headers.get("X-Linked-Etag", "").strip('"')
-        self.sha256 = named if re.fullmatch("[0-9a-f]{64}", named) else self.sha256
+    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> Any:
+        name = headers.get("X-Linked-Etag", "").strip('"')
+        self.sha256 = name if re.fullmatch("[0-9a-f]{64}", name) else self.sha256
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
+# urllib, not requests: that does not resume either, loses the last block before a cut and cannot read file:// URLs.
+# huggingface_hub resumes, but neither from a mirror (--url) nor with a checksum.
 def fetch(url: str, part: Path) -> str | None:
-    """Download `url` to `part`, from where an earlier attempt ended if the server can do that. -> its sha256, if the server says so."""
+    """Download `url` to `part`, resuming an earlier attempt if the server supports it.
+
+    Returns:
+        The file's sha256 if the server names it, else None.
+    """
     done = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={done}-"} if done else {})
     redirects = _Redirects()
     try:
         response = urllib.request.build_opener(redirects).open(request, timeout=TIMEOUT_SECONDS)
     except urllib.error.HTTPError as error:
-        if error.code == 416:  # no bytes after `done`: it has arrived in whole, which the checks that follow confirm
+        if error.code == 416:  # no bytes after `done`: the file is complete, which the caller's checks confirm
             return redirects.sha256
         raise
     with response:
-        if response.status != 206:  # the server sends all of it again
+        if response.status != 206:  # the server sends the whole file again
             done = 0
         length = response.headers.get("Content-Length")
         total = None if length is None else done + int(length)
         free = shutil.disk_usage(part.parent).free
         if total is not None and total - done > free:
-            raise OSError(
-                f"The download needs {(total - done) / 1e9:.1f} GB in {part.parent}, where {free / 1e9:.1f} GB are free."
-            )
+            needed = f"{(total - done) / 1e9:.1f} GB"
+            raise OSError(f"The download needs {needed} in {part.parent}, where {free / 1e9:.1f} GB are free.")
         with (
             open(part, "ab" if done else "wb") as file,
             tqdm(total=total, initial=done, unit="B", unit_scale=True, desc=part.name, disable=None) as progress,
@@ -248,12 +259,13 @@ def fetch(url: str, part: Path) -> str | None:
 
 
 def sum_of(path: Path) -> str:
+    """sha256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_sum(path: Path, expected: str | None) -> str:
-    """Print the file's sha256, and raise if it is not the expected one."""
+    """Print the file's sha256; raise DataError if it is not the expected one."""
     actual = sum_of(path)
     print(f"sha256 {actual}")
     if expected is not None and actual != expected.lower():
@@ -261,15 +273,15 @@ def check_sum(path: Path, expected: str | None) -> str:
     return actual
 
 
-def unzip(archive: Path, folder: Path):
-    """Unpack into `folder`, refusing an archive with a name that leads out of it."""
+def unzip(archive: Path, folder: Path) -> None:
+    """Unpack into `folder`; reject an archive with links or names outside it."""
     try:
         with zipfile.ZipFile(archive) as file:
             for info in file.infolist():
                 inside = (folder / info.filename).resolve().is_relative_to(folder.resolve())
                 if not inside or stat.S_ISLNK(info.external_attr >> 16):
                     raise DataError(
-                        f"The archive holds {info.filename!r}, which leads out of the folder. Nothing was installed."
+                        f"The archive entry {info.filename!r} is outside the folder. Nothing was installed."
                     )
             needed, free = sum(info.file_size for info in file.infolist()), shutil.disk_usage(archive.parent).free
             if needed > free:
@@ -281,8 +293,8 @@ def unzip(archive: Path, folder: Path):
         raise DataError(f"The archive is damaged ({error}). It was removed; run the command again.") from error
 
 
-def verify(path: Path, source: Source):
-    """Raise unless the replay buffer at `path` is the published one."""
+def verify(path: Path, source: Source) -> None:
+    """Raise DataError unless the replay buffer at `path` is the published one."""
     if not path.exists():
         raise DataError(f"{path} is missing: this is not the expected dataset.")
     buffer = ReplayBuffer.copy_from_path(path, keys=source.keys)
@@ -292,11 +304,11 @@ def verify(path: Path, source: Source):
             f"expected {source.episodes} and {source.steps}."
         )
     if content_sha256(buffer, source.keys) != source.content_sha256:
-        raise DataError(f"{path} has the right size but other numbers than the published dataset.")
+        raise DataError(f"{path} has the right size, but its numbers differ from the published dataset.")
 
 
-def content_sha256(buffer: ReplayBuffer, keys) -> str:
-    """Over the little-endian bytes of the named arrays and of episode_ends."""
+def content_sha256(buffer: ReplayBuffer, keys: Sequence[str]) -> str:
+    """sha256 over the little-endian bytes of the named arrays and of episode_ends."""
     digest = hashlib.sha256()
     for array in (*(buffer[key] for key in keys), buffer.episode_ends):
         digest.update(array.astype(array.dtype.newbyteorder("<")).tobytes())

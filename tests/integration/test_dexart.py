@@ -226,7 +226,7 @@ def test_a_simulator_that_cannot_start(dexart):
     [
         ({"task": "laptp"}, "no task 'laptp'; did you mean laptop"),
         ({"task": "dishwasher"}, "laptop, faucet, bucket, toilet"),
-        ({"num_points": POINTS + 1}, f"delivers {POINTS} points, {POINTS + 1} are asked for"),
+        ({"num_points": POINTS + 1}, f"has {POINTS} points, {POINTS + 1} are asked for"),
         ({"num_points": 0}, "0 are asked for"),
         ({"state_dim": 33}, "32 numbers of state, 33 are asked for"),
         ({"task": "bucket", "state_dim": 34}, "33 numbers of state, 34"),

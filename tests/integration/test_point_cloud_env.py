@@ -118,7 +118,7 @@ def test_videos_have_the_ceiling_above(reach):
     reach.reset(seed=0)
     up = reach.generator.data.cam_xmat[reach.generator.camera_id].reshape(3, 3)[:, 1]
     assert up[2] < -0.5  # where the camera's own pictures have the world's ceiling: below
-    assert np.array_equal(reach.render(), np.rot90(reach.generator.picture(), 2))
+    assert np.array_equal(reach.render(), np.rot90(reach.generator.image(), 2))
 
 
 @pytest.mark.parametrize("task", ["assembly", "disassemble", "sweep", "coffee-button"])

@@ -101,7 +101,7 @@ def test_arguments_that_cannot_work(path, tmp_path):
             RobomimicReplayLowdimDataset(path, **{"obs_keys": ["object"], **arguments})
     with pytest.raises(DataError, match="data/demo_0/obs has no 'nothing'; it has: object"):
         RobomimicReplayLowdimDataset(path, obs_keys=["nothing"])
-    with pytest.raises(DataError, match="7 numbers an arm, these 5"):
+    with pytest.raises(DataError, match="7 numbers per arm, these have 5"):
         RobomimicReplayLowdimDataset(write(tmp_path / "five.hdf5", action_dim=5), obs_keys=["object"], abs_action=True)
     with pytest.raises(DataNotFoundError, match="nowhere.hdf5"):
         RobomimicReplayLowdimDataset(tmp_path / "nowhere.hdf5")

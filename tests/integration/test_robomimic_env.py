@@ -577,7 +577,7 @@ def test_observations_that_the_environment_does_not_have(scripted_lift, tmp_path
             RobomimicImageWrapper(lift_pictures, {"obs": {**SHAPE_META["obs"], **change}})
     with pytest.raises(ConfigError, match="3 demonstrations, too few"):
         lowdim_runner(scripted_lift, tmp_path, n_train=4)
-    with pytest.raises(DataError, match="a state of Lift has 32 numbers, this one 5"):
+    with pytest.raises(DataError, match="a state of Lift has 32 numbers, this one has 5"):
         lift.reset_to({"states": np.zeros(5)})
 
 

@@ -240,10 +240,10 @@ def test_progress_is_reported_and_keeps_a_slow_reading_alive(path):
             {},
             r"'robot0_gripper_qpos' holds steps of shape \(2,\), expected \(3,\)",
         ),
-        (meta(action=7), {}, r"become 10 numbers with abs_action=True, but shape_meta.action.shape is \[7\]"),
-        (meta(action=10), {"abs_action": False}, "become 7 numbers with abs_action=False"),
-        (meta(object={"shape": [10]}), {}, "object: how upstream scales"),
-        (meta(robot0_eef_pos={"shape": [3], "type": "depth"}), {}, "type is rgb or low_dim, not 'depth'"),
+        (meta(action=7), {}, r"with abs_action=True its actions have 10 numbers, but shape_meta.action.shape is \[7\]"),
+        (meta(action=10), {"abs_action": False}, "with abs_action=False its actions have 7 numbers"),
+        (meta(object={"shape": [10]}), {}, "object: normalization=upstream selects"),
+        (meta(robot0_eef_pos={"shape": [3], "type": "depth"}), {}, "type must be rgb or low_dim, not 'depth'"),
         (meta(cameras=[]), {}, "no image"),
         (meta(agentview_image={"shape": [8, 8, 3], "type": "rgb"}), {}, r"\[3, height, width\]"),
         (meta(robot0_eef_pos={"shape": [3, 1]}), {}, "one dimension"),
@@ -252,7 +252,7 @@ def test_progress_is_reported_and_keeps_a_slow_reading_alive(path):
         (meta(), {"rotation_rep": "x"}, "'x'"),
     ],
 )
-def test_what_does_not_fit_is_said_in_one_sentence(path, shape_meta, arguments, words):
+def test_what_does_not_fit_is_reported(path, shape_meta, arguments, words):
     with pytest.raises((ConfigError, DataError), match=words):
         make(path, shape_meta, **arguments)
     assert not kept(path) and not list(path.parent.glob(".*"))
@@ -267,7 +267,7 @@ def test_other_files(tmp_path):
             length = len(demo["actions"])
             del demo["actions"]
             demo["actions"] = np.zeros((length, 5))
-    with pytest.raises(DataError, match="7 numbers an arm, these 5"):
+    with pytest.raises(DataError, match="7 numbers per arm, these have 5"):
         make(five)
 
 

@@ -31,7 +31,7 @@ class Server(http.server.BaseHTTPRequestHandler):
         body = self.files.get(self.path)
         if body is None:
             return self.send_error(404)
-        if isinstance(body, tuple):  # (address, sha256): sent on, as Hugging Face does
+        if isinstance(body, tuple):  # (address, sha256): redirected, as by Hugging Face
             self.send_response(302)
             self.send_header("Location", body[0])
             self.send_header("X-Linked-Etag", f'"{body[1]}"')
@@ -128,8 +128,8 @@ def test_full_download(server, archive, run, tmp_path, capsys):
     assert left_in(tmp_path) == ["tiny"]
     assert ReplayBuffer.copy_from_path(tmp_path / "data" / ZARR).n_episodes == 2
 
-    assert run() == 0 and server.seen == [0]  # there already: not fetched again
-    assert "already there" in capsys.readouterr().out
+    assert run() == 0 and server.seen == [0]  # not fetched again
+    assert "exists" in capsys.readouterr().out
     assert run("--force") == 0 and server.seen == [0, 0]
     assert left_in(tmp_path) == ["tiny"]
 
@@ -162,21 +162,21 @@ def test_wrong_checksum(server, archive, run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["../evil.txt", "tiny/../../evil.txt", "/tmp/evil-from-a-zip.txt"])
-def test_names_that_lead_out_are_refused(server, archive, run, tmp_path, capsys, name):
+def test_names_outside_the_folder_are_rejected(server, archive, run, tmp_path, capsys, name):
     server.files["/tiny.zip"] = zipped({"tiny/readme": b"x", name: b"evil"})
     assert run() == 1
-    assert "leads out of the folder" in capsys.readouterr().err
+    assert "is outside the folder" in capsys.readouterr().err
     assert (
         left_in(tmp_path) == [] and not list(tmp_path.rglob("evil*")) and not os.path.exists("/tmp/evil-from-a-zip.txt")
     )
 
 
-def test_links_are_refused(server, archive, run, tmp_path, capsys):
+def test_links_are_rejected(server, archive, run, tmp_path, capsys):
     link = zipfile.ZipInfo("tiny/link")
     link.external_attr = 0o120777 << 16
     server.files["/tiny.zip"] = zipped({link: "/etc/passwd"})
     assert run() == 1
-    assert "leads out" in capsys.readouterr().err and left_in(tmp_path) == []
+    assert "is outside" in capsys.readouterr().err and left_in(tmp_path) == []
 
 
 def test_wrong_content(server, archive, run, tmp_path, capsys):
@@ -260,7 +260,7 @@ def test_the_published_facts_hold_of_the_human_data(human_pusht):
     download.verify(human_pusht, download.SOURCES["pusht"])
 
 
-# robomimic's files
+# robomimic files
 
 
 @pytest.fixture
@@ -273,7 +273,7 @@ def fetch_robomimic(server, tmp_path, *arguments, task="lift"):
     return download.main(["robomimic", "--task", task, "--output", str(tmp_path / "data"), "--url", url, *arguments])
 
 
-def test_a_file_of_robomimic_s(server, demos, tmp_path, capsys):
+def test_robomimic_file(server, demos, tmp_path, capsys):
     server.files["/demos.hdf5"] = demos
     assert fetch_robomimic(server, tmp_path, "--kind", "mh", "--obs", "image_abs") == 0
     digest, out = hashlib.sha256(demos).hexdigest(), capsys.readouterr().out
@@ -283,17 +283,15 @@ def test_a_file_of_robomimic_s(server, demos, tmp_path, capsys):
         and (folder / "image_abs.hdf5").read_bytes() == demos
     )
     assert (folder / "image_abs.hdf5.sha256").read_text() == f"{digest}  image_abs.hdf5\n"
-    assert (
-        f"sha256 {digest}" in out and "Nobody has published a checksum" in out and "3 demonstrations, 36 steps" in out
-    )
+    assert f"sha256 {digest}" in out and "No published checksum" in out and "3 demonstrations, 36 steps" in out
 
     arguments = ("--kind", "mh", "--obs", "image_abs")
     assert fetch_robomimic(server, tmp_path, *arguments) == 0 and server.seen == [0]
-    assert "already there and complete" in capsys.readouterr().out
+    assert "exists and is complete" in capsys.readouterr().out
     with open(folder / "image_abs.hdf5", "ab") as file:
         file.write(b"x")
     assert fetch_robomimic(server, tmp_path, *arguments) == 1
-    assert "another checksum than when it was fetched" in capsys.readouterr().err
+    assert "has changed since it was fetched" in capsys.readouterr().err
     assert (
         fetch_robomimic(server, tmp_path, *arguments, "--force") == 0
         and (folder / "image_abs.hdf5").read_bytes() == demos
@@ -302,7 +300,7 @@ def test_a_file_of_robomimic_s(server, demos, tmp_path, capsys):
     assert fetch_robomimic(server, tmp_path, *arguments) == 0 and "Its checksum is not known" in capsys.readouterr().out
 
 
-def test_a_file_of_robomimic_s_resumes(server, demos, tmp_path, capsys):
+def test_robomimic_file_resumes(server, demos, tmp_path, capsys):
     server.files["/demos.hdf5"], server.cut_after = demos, 1000
     folder = tmp_path / "data/robomimic/datasets/lift/ph"
     assert fetch_robomimic(server, tmp_path) == 1
@@ -317,18 +315,18 @@ def test_a_file_of_robomimic_s_resumes(server, demos, tmp_path, capsys):
     assert server.seen == [0, 1000] and (folder / "low_dim_abs.hdf5").read_bytes() == demos
 
 
-def test_the_checksum_that_hugging_face_names_is_compared(server, demos, tmp_path, capsys):
+def test_the_checksum_from_hugging_face_is_compared(server, demos, tmp_path, capsys):
     server.files["/there"] = demos
     server.files["/demos.hdf5"] = ("/there", hashlib.sha256(demos).hexdigest())
-    assert fetch_robomimic(server, tmp_path) == 0 and "that the server says it has" in capsys.readouterr().out
+    assert fetch_robomimic(server, tmp_path) == 0 and "published by the server" in capsys.readouterr().out
     server.files["/demos.hdf5"] = ("/there", "0" * 64)
     assert fetch_robomimic(server, tmp_path, "--force") == 1 and "expected 0000" in capsys.readouterr().err
     assert fetch_robomimic(server, tmp_path) == 0  # the old one is there
     server.files["/demos.hdf5"] = ("/there", "an etag of another kind")
-    assert fetch_robomimic(server, tmp_path, "--force") == 0 and "Nobody has published" in capsys.readouterr().out
+    assert fetch_robomimic(server, tmp_path, "--force") == 0 and "No published checksum" in capsys.readouterr().out
 
 
-def test_wrong_files_of_robomimic_s(server, demos, tmp_path, capsys):
+def test_wrong_robomimic_files(server, demos, tmp_path, capsys):
     folder = tmp_path / "data/robomimic/datasets/lift/ph"
     for body in (b"<html>sorry</html>", b"version https://git-lfs.github.com/spec/v1\n", demos[: len(demos) // 2]):
         server.files["/demos.hdf5"] = body
@@ -338,7 +336,7 @@ def test_wrong_files_of_robomimic_s(server, demos, tmp_path, capsys):
     assert fetch_robomimic(server, tmp_path, "--sha256", "0" * 64) == 1 and os.listdir(folder) == []
 
 
-def test_a_full_disk_is_said_before(server, demos, tmp_path, capsys, monkeypatch):
+def test_a_full_disk_is_reported_before_the_download(server, demos, tmp_path, capsys, monkeypatch):
     server.files["/demos.hdf5"] = demos
     monkeypatch.setattr(download.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
     assert fetch_robomimic(server, tmp_path) == 1
@@ -351,7 +349,7 @@ def test_a_full_disk_is_said_before(server, demos, tmp_path, capsys, monkeypatch
         (["--task", "lift", "--kind", "scripted"], "invalid choice: 'scripted'"),
         (["--task", "tool_hang", "--kind", "mh"], "only demonstrations of kind ph"),
         (["--task", "pour"], "invalid choice: 'pour'"),
-        (["--task", "lift", "--obs", "image", "--source", "robomimic"], "low_dim alone"),
+        (["--task", "lift", "--obs", "image", "--source", "robomimic"], "only low_dim"),
         ([], "--task"),
     ],
 )
@@ -361,7 +359,7 @@ def test_what_robomimic_does_not_have(arguments, words, capsys):
     assert words in capsys.readouterr().err
 
 
-def test_where_robomimic_s_files_are():
+def test_robomimic_urls():
     assert download.robomimic_url("can", "mh", "image_abs", "mip").endswith(
         "/ChaoyiPan/mip-dataset/resolve/main/robomimic/can/mh/image_abs.hdf5"
     )

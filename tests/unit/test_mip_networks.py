@@ -1,11 +1,13 @@
 """Networks of the MIP protocol: published parameter counts, embeddings, times, conditions."""
 
+import importlib
+
 import pytest
 import torch
 from torch import nn
 
 from diffusion_policy.common.errors import ConfigError
-from diffusion_policy.model.diffusion.mip_networks import (
+from diffusion_policy.model.mip.networks import (
     ChiTransformer,
     ChiUnet,
     ResidualMLP,
@@ -163,3 +165,18 @@ def test_state_encoder_mixes_steps():
     assert out.shape == (3, 2, 16) and encoder.output_dim == 16
     obs[:, 1] += 1
     assert not torch.allclose(encoder(obs)[:, 0], out[:, 0])
+
+
+@pytest.mark.parametrize(
+    "former, current",
+    [
+        ("diffusion.mip_networks", "mip.networks"),
+        ("vision.mip_image_encoder", "mip.image_encoder"),
+        ("vision.pointnet_extractor", "dp3.encoder"),
+    ],
+)
+def test_former_paths_resolve(former, current):
+    """Configs and checkpoints name the former modules."""
+    former, current = (importlib.import_module(f"diffusion_policy.model.{name}") for name in (former, current))
+    for name in former.__all__:
+        assert getattr(former, name) is getattr(current, name)

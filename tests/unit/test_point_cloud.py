@@ -9,7 +9,7 @@ from diffusion_policy.common.point_cloud import View, back_project, farthest_poi
 from diffusion_policy.common.replay_buffer import ReplayBuffer
 from diffusion_policy.dataset.point_cloud_dataset import PointCloudDataset
 from diffusion_policy.model.diffusion.conditional_unet1d import ConditionalUnet1D
-from diffusion_policy.model.vision.pointnet_extractor import DP3Encoder, PointNetEncoder
+from diffusion_policy.model.dp3.encoder import DP3Encoder, PointNetEncoder
 from idp_workspace.policy import IDPPolicy
 from tests.util import write_point_clouds
 
@@ -179,7 +179,7 @@ def test_one_block_a_level_is_the_small_variant_and_two_are_as_before():
         4,
         4,
     )
-    with pytest.raises(ConfigError, match="at least one block"):
+    with pytest.raises(ConfigError, match="at least 1"):
         ConditionalUnet1D(4, blocks_per_level=0)
 
 
@@ -217,10 +217,10 @@ def test_actions_can_be_clipped(tmp_path):
 def test_demonstrations_that_do_not_fit_are_refused(tmp_path):
     path = write_point_clouds(tmp_path / "demos.zarr", points=16)
     with pytest.raises(
-        DataError, match=r"'point_cloud' holds points of shape \(16, 6\) a step, \(32, 3\) are asked for"
+        DataError, match=r"'point_cloud' has shape \(16, 6\) per step, but shape_meta asks for \(32, 3\)"
     ):
         PointCloudDataset(path, shape_meta(32))
-    with pytest.raises(DataError, match=r"'state' holds steps of shape \(9,\)"):
+    with pytest.raises(DataError, match=r"'state' has shape \(9,\) per step"):
         PointCloudDataset(path, shape_meta(state=8))
     with pytest.raises(DataError, match="'action' holds steps of shape"):
         PointCloudDataset(path, shape_meta(action=7))

@@ -98,7 +98,7 @@ def test_kinds_and_shapes():
         transformer.inverse(np.zeros(5))
     for arguments, words in (
         (("axis_angle", "axis_angle"), "nothing to transform"),
-        (("rotation_9d", "matrix"), "no representation"),
+        (("rotation_9d", "matrix"), "Unknown rotation representation"),
         (("euler_angles", "matrix"), "convention"),
         (("euler_angles", "matrix", "XXY"), "convention"),
     ):

@@ -9,7 +9,7 @@ from torch import nn
 
 from diffusion_policy.common.errors import ConfigError
 from diffusion_policy.model.vision.crop_randomizer import CenterCrop, CropRandomizer
-from diffusion_policy.model.vision.mip_image_encoder import ImageEncoder
+from diffusion_policy.model.mip.image_encoder import ImageEncoder
 from diffusion_policy.model.vision.model_getter import get_resnet
 from diffusion_policy.model.vision.multi_image_obs_encoder import MultiImageObsEncoder, Resize, Standardize
 from tests import golden
@@ -179,7 +179,7 @@ def test_group_norm_and_sharing():
 def test_wrong_observations_of_an_encoder_are_said():
     with pytest.raises(ValueError, match=r"'image' must have shape \(batch, 3, 20, 20\), got \(2, 3, 21, 20\)"):
         small()({**frames(meta(), 2), "image": torch.zeros(2, 3, 21, 20)})
-    with pytest.raises(ConfigError, match="type is rgb or low_dim, not 'depth'"):
+    with pytest.raises(ConfigError, match="type must be rgb or low_dim, not 'depth'"):
         MultiImageObsEncoder({"obs": {"d": {"shape": [1, 8, 8], "type": "depth"}}}, nn.Identity())
 
 
@@ -244,6 +244,6 @@ def test_mip_encoder_takes_each_frame_for_itself():
 def test_torchvision_is_not_needed():
     code = (
         "import sys; sys.modules['torchvision'] = None\n"
-        "import diffusion_policy.model.vision.mip_image_encoder, diffusion_policy.dataset.pusht_image_dataset"
+        "import diffusion_policy.model.mip.image_encoder, diffusion_policy.dataset.pusht_image_dataset"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,10 +1,11 @@
 """Adroit's tasks observed through a point cloud, with the cameras and crops of DP3."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io
+import os
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -12,11 +13,11 @@ from diffusion_policy.common.errors import ConfigError, DataError, DataNotFoundE
 from diffusion_policy.env.point_cloud_env import PointCloudEnv, dp3_view, known_task, require
 from diffusion_policy.gym_util.mujoco_point_cloud import choose_renderer
 
-TOP = (0.0, 0.0, 0.0, 1.0)  # looks down, the arm's base at the top of the picture (w, x, y, z)
+TOP = (0.0, 0.0, 0.0, 1.0)  # looks down, the arm's base at the top of the image (w, x, y, z)
 SLOPED = (0.92388, 0.382683, 0.0, 0.0)
-#: camera: position and quaternion; tilt: degrees about x that turn the camera's view; lift: added to z; floor: the crop's lowest z;
-#: hand: where in qpos the 24 joints of wrist and fingers are; horizon: steps of the simulation.
-TASKS = {
+#: camera: position and quaternion; tilt: rotation of the view about x in degrees; lift: added to z; floor: lowest z of
+#: the crop; hand: the 24 joints of wrist and fingers in qpos; horizon: simulation steps of an episode.
+TASKS: dict[str, dict[str, Any]] = {
     "hammer": {
         "camera": ((0, 0, 1.1), TOP),
         "tilt": 45,
@@ -49,9 +50,10 @@ PEN_ALIGNED = 0.95  # cosine of the angle between pen and goal
 
 
 class AdroitEnv(PointCloudEnv):
-    """agent_pos (24,): joints of wrist and fingers. Action: targets of all joints in [-1, 1], each held for two steps of the simulation.
+    """agent_pos (24,): joints of wrist and fingers. Action: targets of all joints in [-1, 1], held for two steps.
 
-    An episode is as long as its task's horizon, and is solved if it is at its end: for pen, if the pen points where it should.
+    An episode lasts for the task's horizon and counts as solved if the goal is reached at its end. For pen, the goal is
+    the direction of the pen.
     """
 
     def __init__(self, task_name: str, num_points: int = 512):
@@ -70,40 +72,39 @@ class AdroitEnv(PointCloudEnv):
         )
         self._look(model, self.env.unwrapped.data, CAMERA, SIZE, view, num_points, action_dim=model.nu)
 
-    def _reset(self, seed):
+    def _reset(self, seed: int | None) -> None:
         import mujoco
 
         self.steps = 0
         self.raw, _ = self.env.reset(seed=seed)
-        mujoco.mj_forward(self.env.unwrapped.model, self.env.unwrapped.data)  # or the camera is where it was
+        mujoco.mj_forward(self.env.unwrapped.model, self.env.unwrapped.data)  # moves the camera to its new place
 
-    def _step(self, action):
+    def _step(self, action: np.ndarray) -> tuple[bool, bool]:
         for _ in range(ACTION_REPEAT):
             self.raw, _, _, _, info = self.env.step(action)
         self.steps += ACTION_REPEAT
         over = self.steps >= self.task["horizon"]
         return over and self.solved(info), over
 
-    def solved(self, info) -> bool:
-        """Whether the goal is reached at this moment."""
+    def solved(self, info: dict[str, Any]) -> bool:
+        """Whether the goal is reached now."""
         if self.task_name != "pen":
             return bool(info["success"])
-        return bool(
-            np.dot(self.raw[33:36], self.raw[36:39]) > PEN_ALIGNED
-        )  # gymnasium-robotics also asks that it is in place
+        # gymnasium-robotics also requires the pen to be in place; DP3 does not.
+        return bool(np.dot(self.raw[33:36], self.raw[36:39]) > PEN_ALIGNED)
 
-    def agent_pos(self):
+    def agent_pos(self) -> np.ndarray:
         return self.env.unwrapped.data.qpos[self.task["hand"]]
 
 
-def _import_quietly(name: str):
-    """gymnasium-robotics prints, whenever it is imported, that its dense rewards have changed; nobody looks at them here."""
+def _import_quietly(name: str) -> ModuleType:
+    """Import without gymnasium-robotics' note on its dense rewards, which are not used here."""
     with contextlib.redirect_stderr(io.StringIO()):
         return importlib.import_module(name)
 
 
 class DAPGExpert:
-    """A policy of DAPG (Rajeswaran et al. 2018), kept as plain arrays in an .npz file:
+    """A policy of DAPG (Rajeswaran et al. 2018), from an .npz file of plain arrays.
 
     z = (obs - in_shift) / (in_scale + 1e-8)
     action = clip(out_scale (W2 tanh(W1 tanh(W0 z + b0) + b1) + b2) + out_shift, -1, 1)
@@ -111,7 +112,7 @@ class DAPGExpert:
 
     KEYS = ("W0", "b0", "W1", "b1", "W2", "b2", "in_shift", "in_scale", "out_shift", "out_scale")
 
-    def __init__(self, path, env: AdroitEnv):
+    def __init__(self, path: str | os.PathLike, env: AdroitEnv):
         try:
             with np.load(path, allow_pickle=False) as file:
                 missing = [key for key in self.KEYS if key not in file]
@@ -127,13 +128,15 @@ class DAPGExpert:
                 raise
             raise DataError(f"{path} cannot be read as an .npz file of plain arrays: {error}") from error
         sizes = self.weights["W0"].shape[-1], self.weights["b2"].shape[-1]
-        wanted = env.env.observation_space.shape[0], env.action_space.shape[0]
+        wanted = env.env.observation_space.shape[0], (env.action_space.shape or ())[0]
         if sizes != wanted:
             raise ConfigError(
-                f"the expert of {path} observes {sizes[0]} numbers and gives {sizes[1]}; {env.task_name} has {wanted[0]} and {wanted[1]}."
+                f"the expert of {path} observes {sizes[0]} numbers and gives {sizes[1]}; "
+                f"{env.task_name} has {wanted[0]} and {wanted[1]}."
             )
 
     def get_action(self, raw: np.ndarray) -> np.ndarray:
+        """Action for a raw observation of gymnasium-robotics."""
         w = self.weights
         hidden = (raw - w["in_shift"]) / (w["in_scale"] + 1e-8)
         for layer in ("0", "1"):

@@ -1,6 +1,8 @@
 """PushT: a round agent pushes a T-shaped block onto a goal pose, simulated in 2D."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -24,22 +26,19 @@ class PushTEnv(gym.Env):
 
     Observation (5,): agent x y, block x y (body origin), block angle in [0, 2 pi).
     Action (2,): absolute target position of the agent in pixels, reached by a PD controller.
-    Reward: share of the goal covered by the block, divided by 0.95 and cut at 1.
+    Reward: fraction of the goal covered by the block, divided by 0.95 and clipped at 1.
 
-    The start follows `numpy.random.RandomState(seed)`; the seed stays in force until another one is
-    given, so `reset()` without a seed repeats the same start.
+    The start is drawn from `numpy.random.RandomState(seed)`. The seed is kept until another one is given, so `reset()`
+    without a seed repeats the same start.
 
     Args:
-        legacy: set the block's position before its angle. The rotation is about the centre of
-            gravity, so the body origin moves away from the position asked for; published test
-            scores were measured that way.
+        legacy: set the block's position before its angle. The rotation is about the centre of gravity, so the body
+            origin moves away from the given position. Published test scores were measured that way.
         block_cog: centre of gravity of the block, (x, y) in its frame.
-        damping: share of the block's velocity kept per second; None means 0, a block that only
-            moves while pushed.
+        damping: fraction of the block's velocity kept per second; None means 0: the block only moves while pushed.
         render_action: mark the last action on rendered frames.
         render_size: side of the rendered frames.
-        reset_to_state: (5,) start used instead of the seed's; `reset(options={'state': ...})` does
-            the same for one episode.
+        reset_to_state: (5,) start used instead of the seed's; `reset(options={'state': ...})` does so for one episode.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 10}
@@ -51,13 +50,13 @@ class PushTEnv(gym.Env):
 
     def __init__(
         self,
-        legacy=False,
-        block_cog=None,
-        damping=None,
-        render_action=True,
-        render_size=96,
-        reset_to_state=None,
-        render_mode="rgb_array",
+        legacy: bool = False,
+        block_cog: Sequence[float] | None = None,
+        damping: float | None = None,
+        render_action: bool = True,
+        render_size: int = 96,
+        reset_to_state: Sequence[float] | np.ndarray | None = None,
+        render_mode: str = "rgb_array",
     ):
         self.legacy = legacy
         self.block_cog = block_cog
@@ -72,19 +71,19 @@ class PushTEnv(gym.Env):
         self.action_space = spaces.Box(0.0, float(WINDOW), shape=(2,), dtype=np.float64)
 
         self.goal_pose = np.array([256, 256, np.pi / 4])
-        self.space = None
-        self.latest_action = None
-        self._renderer = None
-        self._coverage_of = (None, 0.0)
+        self.space: Any = None
+        self.latest_action: np.ndarray | None = None
+        self._renderer: Any = None
+        self._coverage_of: tuple[Any, float] = (None, 0.0)  # poses of goal and block, and their coverage
         self.seed()
 
-    def seed(self, seed=None):
-        """Fix the start of the episodes to come; a random one without `seed`."""
+    def seed(self, seed: int | None = None) -> None:
+        """Fix the start of the next episodes; without `seed`, choose a random one."""
         self._seed = int(np.random.randint(0, 25536)) if seed is None else int(seed)
         self._np_random = np.random.default_rng(self._seed)
         self._np_random_seed = self._seed
 
-    def reset(self, *, seed=None, options=None):
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         if seed is not None:
             self.seed(seed)
         self._setup()
@@ -103,7 +102,7 @@ class PushTEnv(gym.Env):
         self._set_state(state)
         return self._get_obs(), self._get_info()
 
-    def step(self, action):
+    def step(self, action: np.ndarray | None) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Move towards `action` (2,) for one control period; None observes without simulating."""
         self.n_contact_points = 0
         if action is not None:
@@ -113,17 +112,17 @@ class PushTEnv(gym.Env):
         reward = min(max(coverage / SUCCESS_COVERAGE, 0.0), 1.0)
         return self._get_obs(), reward, coverage > SUCCESS_COVERAGE, False, self._get_info()
 
-    def render(self):
+    def render(self) -> Any:
         """Frame (render_size, render_size, 3) uint8."""
         return self._render_frame(self.render_action)
 
-    def close(self):
+    def close(self) -> None:
         self._renderer = None
 
     # Physics
 
-    def _setup(self):
-        """Build the world anew: contacts remembered by a used one would change the first steps."""
+    def _setup(self) -> None:
+        """Build a new world: the cached contacts of a used one would change the first steps."""
         self.space = pymunk.Space()
         self.space.gravity = 0, 0
         self.space.damping = 0.0 if self.damping is None else self.damping
@@ -135,7 +134,7 @@ class PushTEnv(gym.Env):
         circle = pymunk.Circle(self.agent, AGENT_RADIUS)
         self.space.add(self.agent, circle)
 
-        # Both moments are the bar's: that is the inertia every published dataset was made with.
+        # Both moments are the bar's: every published dataset was recorded with this inertia.
         bar, stem = tee.corners(tee.BAR), tee.corners(tee.STEM)
         self.block = pymunk.Body(1, 2 * pymunk.moment_for_poly(1, bar))
         shapes = [pymunk.Poly(self.block, bar), pymunk.Poly(self.block, stem)]
@@ -159,11 +158,11 @@ class PushTEnv(gym.Env):
         self.n_contact_points = 0
         self.latest_action = None
 
-    def _count_contacts(self, arbiter, space, data):
+    def _count_contacts(self, arbiter: Any, space: Any, data: Any) -> None:
         self.n_contact_points += len(arbiter.contact_point_set.points)
 
-    def _set_state(self, state):
-        """Place agent and block at `state` (5,), then let one physics step resolve overlaps."""
+    def _set_state(self, state: Any) -> None:
+        """Place agent and block at `state` (5,), then run one physics step to resolve overlaps."""
         state = np.asarray(state, dtype=np.float64).tolist()
         if len(state) != 5 or not all(map(math.isfinite, state)):
             raise ValueError(f"a PushT state is 5 finite numbers (agent xy, block xy, angle), got {state}")
@@ -177,9 +176,12 @@ class PushTEnv(gym.Env):
         self.space.step(1.0 / self.sim_hz)
         self._read_block()
 
-    def _simulate(self, target_x, target_y):
-        """One control period. The agent is kinematic, nothing pushes it back: its path is integrated
-        here, in the order the engine does it, instead of being read back after every substep."""
+    def _simulate(self, target_x: float, target_y: float) -> None:
+        """Simulate one control period.
+
+        The agent is kinematic, so nothing pushes it back. Its path is integrated here, in the engine's order, which is
+        faster than reading it after every substep.
+        """
         dt = 1.0 / self.sim_hz
         agent, space_step, k_p, k_v = self.agent, self.space.step, self.k_p, self.k_v
         x, y = agent.position
@@ -193,13 +195,13 @@ class PushTEnv(gym.Env):
             y += vy * dt
         self._read_block()
 
-    def _read_block(self):
+    def _read_block(self) -> None:
         block = self.block
         x, y = block.position
         self._block_pose = (x, y, block.angle)
 
-    def _coverage(self):
-        """Share of the goal's area covered by the block; kept while the block stays where it is."""
+    def _coverage(self) -> float:
+        """Fraction of the goal's area covered by the block, cached while the block does not move."""
         poses = (tuple(self.goal_pose.tolist()), self._block_pose)
         if poses != self._coverage_of[0]:
             self._coverage_of = (poses, tee.shared_area(*poses) / tee.AREA)
@@ -207,12 +209,12 @@ class PushTEnv(gym.Env):
 
     # Observation
 
-    def _get_obs(self):
+    def _get_obs(self) -> Any:
         x, y = self.agent.position
         bx, by, angle = self._block_pose
         return np.array([x, y, bx, by, angle % (2 * math.pi)])
 
-    def _get_info(self):
+    def _get_info(self) -> dict[str, Any]:
         substeps = self.sim_hz // self.control_hz
         return {
             "pos_agent": np.array(self.agent.position),
@@ -222,8 +224,8 @@ class PushTEnv(gym.Env):
             "n_contacts": -(-self.n_contact_points // substeps),
         }
 
-    def _render_frame(self, mark_action):
-        """Frame (render_size, render_size, 3) uint8, with or without the last action's cross."""
+    def _render_frame(self, mark_action: bool) -> np.ndarray:
+        """Frame (render_size, render_size, 3) uint8, with or without a cross at the last action."""
         if self._renderer is None:
             from diffusion_policy.env.pusht.pusht_render import Renderer
 

@@ -1,6 +1,10 @@
 """PushT observed through a camera image and the agent's position."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
+from einops import rearrange
 from gymnasium import spaces
 
 from diffusion_policy.env.pusht.pusht_env import WINDOW, PushTEnv
@@ -9,12 +13,18 @@ from diffusion_policy.env.pusht.pusht_env import WINDOW, PushTEnv
 class PushTImageEnv(PushTEnv):
     """Image PushT.
 
-    Observation: {'image': (3, H, W) float32 in [0, 1] without the action's cross,
-    'agent_pos': (2,) pixels}. `render()` returns the same picture with the cross.
+    Observation: {'image': (3, H, W) float32 in [0, 1], 'agent_pos': (2,) pixels}. `render()` returns the same image
+    with a cross at the last action. Arguments: see `PushTEnv`.
     """
 
     def __init__(
-        self, legacy=False, block_cog=None, damping=None, render_size=96, reset_to_state=None, render_mode="rgb_array"
+        self,
+        legacy: bool = False,
+        block_cog: Sequence[float] | None = None,
+        damping: float | None = None,
+        render_size: int = 96,
+        reset_to_state: Sequence[float] | np.ndarray | None = None,
+        render_mode: str = "rgb_array",
     ):
         super().__init__(
             legacy=legacy,
@@ -32,12 +42,12 @@ class PushTImageEnv(PushTEnv):
             }
         )
 
-    def _get_obs(self):
+    def _get_obs(self) -> dict[str, np.ndarray]:
         self._frame = self._render_frame(mark_action=False)
-        image = np.moveaxis(self._frame.astype(np.float32) / 255.0, -1, 0)
+        image = rearrange(self._frame.astype(np.float32) / 255.0, "h w c -> c h w")
         return {"image": image, "agent_pos": np.array(self.agent.position)}
 
-    def render(self):
+    def render(self) -> Any:
         """Frame (render_size, render_size, 3) uint8 of the last observation, with the last action."""
         frame = self._frame.copy()
         if self.latest_action is not None:

@@ -1,13 +1,15 @@
-"""PushT observed through keypoints on the block (and, if asked for, on the agent)."""
+"""PushT observed through keypoints on the block and optionally on the agent."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
 from diffusion_policy.env.pusht.pusht_env import WINDOW, PushTEnv
 
-# Upstream draws the T, samples points of its mask far from each other (generator seed 0) and adds
-# jitter. The outcome is fixed and the published `keypoint` arrays contain exactly these points, so
-# they are kept as numbers: no image library is needed, and no library version can move them.
+# Upstream draws the T, samples points of its mask far from each other (generator seed 0) and adds jitter. The published
+# `keypoint` arrays contain exactly these points, so they are fixed here and do not depend on library versions.
 BLOCK_KEYPOINTS = np.array(
     [
         [9.269786713763871, 90.04097352393619],
@@ -34,32 +36,32 @@ COLORS = {"block": (31, 119, 180), "agent": (255, 127, 14)}
 class PushTKeypointsEnv(PushTEnv):
     """Keypoint PushT.
 
-    Observation (2 D,): D = 20 coordinates (9 block keypoints xy, agent xy), then their visibility
-    (D,) of zeros and ones. With `agent_keypoints` the agent's 3 keypoints replace its position and
-    D = 24. Each keypoint is seen with probability `keypoint_visible_rate`, drawn anew at every
-    observation from the environment's generator; hidden coordinates stay in the observation, it is
-    for the policy to mask them.
+    Observation (2 D,): D = 20 coordinates (xy of 9 block keypoints, agent xy), then their visibility (D,) as 0 or 1.
+    With `agent_keypoints` the agent's 3 keypoints replace its position and D = 24. Each keypoint is visible with
+    probability `keypoint_visible_rate`, drawn at every observation from the environment's generator. Hidden coordinates
+    stay in the observation; the policy masks them.
 
     Args:
         local_keypoint_map: {'block': (K, 2), 'agent': (M, 2)} in the frames of the bodies.
         color_map: {'block': rgb, 'agent': rgb} used by `draw_keypoints`.
-        The others: see `PushTEnv`.
+
+    Other arguments: see `PushTEnv`.
     """
 
     def __init__(
         self,
-        legacy=False,
-        block_cog=None,
-        damping=None,
-        render_size=96,
-        keypoint_visible_rate=1.0,
-        agent_keypoints=False,
-        draw_keypoints=False,
-        reset_to_state=None,
-        render_action=True,
-        local_keypoint_map=None,
-        color_map=None,
-        render_mode="rgb_array",
+        legacy: bool = False,
+        block_cog: Sequence[float] | None = None,
+        damping: float | None = None,
+        render_size: int = 96,
+        keypoint_visible_rate: float = 1.0,
+        agent_keypoints: bool = False,
+        draw_keypoints: bool = False,
+        reset_to_state: Sequence[float] | np.ndarray | None = None,
+        render_action: bool = True,
+        local_keypoint_map: Mapping[str, np.ndarray] | None = None,
+        color_map: Mapping[str, tuple[int, int, int]] | None = None,
+        render_mode: str = "rgb_array",
     ):
         super().__init__(
             legacy=legacy,
@@ -76,7 +78,7 @@ class PushTKeypointsEnv(PushTEnv):
         self.keypoint_visible_rate = keypoint_visible_rate
         self.agent_keypoints = agent_keypoints
         self.draw_keypoints = draw_keypoints
-        self._drawn_keypoints = {}
+        self._drawn_keypoints: dict[str, np.ndarray] = {}
 
         n_block = len(self.local_keypoint_map["block"])
         n_agent = len(self.local_keypoint_map["agent"]) if agent_keypoints else 1
@@ -85,15 +87,15 @@ class PushTKeypointsEnv(PushTEnv):
         self.observation_space = spaces.Box(np.zeros(2 * dim), high, dtype=np.float64)
 
     @classmethod
-    def genenerate_keypoint_manager_params(cls):
-        """Keyword arguments for the constructor: keypoints in body frames, and their colours."""
+    def genenerate_keypoint_manager_params(cls) -> dict[str, Any]:
+        """Keyword arguments for the constructor: keypoints in body frames, and their colours. (Upstream's spelling.)"""
         return {
             "local_keypoint_map": {"block": BLOCK_KEYPOINTS.copy(), "agent": AGENT_KEYPOINTS.copy()},
             "color_map": dict(COLORS),
         }
 
-    def _keypoints(self):
-        """World coordinates {'block': (9, 2)}, and 'agent': (3, 2) if they are observed."""
+    def _keypoints(self) -> dict[str, np.ndarray]:
+        """World coordinates {'block': (9, 2)}, and 'agent': (3, 2) if observed."""
         x, y, angle = self._block_pose
         c, s = np.cos(angle), np.sin(angle)
         rotation = np.array([[c, -s], [s, c]])
@@ -102,7 +104,7 @@ class PushTKeypointsEnv(PushTEnv):
             keypoints["agent"] = self.local_keypoint_map["agent"] + self.agent.position
         return keypoints
 
-    def _get_obs(self):
+    def _get_obs(self) -> np.ndarray:
         keypoints = self._keypoints()
         points = np.concatenate(list(keypoints.values()))
         visible = self.np_random.random(len(points)) < self.keypoint_visible_rate
@@ -117,7 +119,7 @@ class PushTKeypointsEnv(PushTEnv):
             visible = np.append(visible, True)
         return np.concatenate([points.ravel(), np.repeat(visible, 2)])
 
-    def _render_frame(self, mark_action):
+    def _render_frame(self, mark_action: bool) -> np.ndarray:
         frame = super()._render_frame(mark_action)
         for name, points in self._drawn_keypoints.items():
             self._renderer.mark_keypoints(frame, points, self.color_map[name])

@@ -1,12 +1,15 @@
-"""The T block as two rectangles in its own frame, and the area two T blocks share.
+"""The T block as two rectangles in its frame, and the area that two T blocks share.
 
-The rectangles only touch along an edge, so the area shared by two T blocks is the sum over the
-four pairs of rectangles. Seen from one T its rectangles are aligned with the axes, which makes each
-pair a convex polygon cut by four axis-aligned lines: exact, and several times faster than general
-polygon set operations.
+The two rectangles of a T only touch along an edge, so the shared area is the sum over the four pairs of rectangles. In
+the frame of one T its rectangles are aligned with the axes, so each pair is a convex polygon cut by four axis-aligned
+lines. This is exact, and several times faster than general polygon set operations.
 """
 
 import math
+from collections.abc import Sequence
+
+Point = tuple[float, float]
+Rect = tuple[float, float, float, float]
 
 # (xmin, ymin, xmax, ymax), pixels
 BAR = (-60.0, 0.0, 60.0, 30.0)
@@ -14,8 +17,8 @@ STEM = (-15.0, 30.0, 15.0, 120.0)
 AREA = 120.0 * 30.0 + 30.0 * 90.0
 
 
-def corners(rect):
-    """Rectangle -> its 4 corners, in the order upstream gives them to the physics engine."""
+def corners(rect: Rect) -> list[Point]:
+    """The 4 corners of a rectangle, in upstream's order for the physics engine."""
     xmin, ymin, xmax, ymax = rect
     return [(xmin, ymin), (xmax, ymin), (xmax, ymax), (xmin, ymax)]
 
@@ -23,14 +26,14 @@ def corners(rect):
 _CORNERS = (corners(BAR), corners(STEM))
 
 
-def to_world(points, pose):
-    """[(x, y)] in the frame of `pose` = (x, y, angle) -> [(x, y)] in the world."""
+def to_world(points: Sequence[Point], pose: Sequence[float]) -> list[Point]:
+    """Transform [(x, y)] from the frame of `pose` = (x, y, angle) to the world."""
     x0, y0, angle = pose
     c, s = math.cos(angle), math.sin(angle)
     return [(x0 + c * x - s * y, y0 + s * x + c * y) for x, y in points]
 
 
-def shared_area(pose_a, pose_b):
+def shared_area(pose_a: Sequence[float], pose_b: Sequence[float]) -> float:
     """Area of the intersection of two T blocks at poses (x, y, angle)."""
     ax, ay, a_angle = pose_a
     bx, by, b_angle = pose_b
@@ -45,7 +48,7 @@ def shared_area(pose_a, pose_b):
     return area
 
 
-def _area_inside(polygon, rect):
+def _area_inside(polygon: list[Point], rect: Rect) -> float:
     """Area of the part of a convex polygon that lies inside an axis-aligned rectangle."""
     xmin, ymin, xmax, ymax = rect
     polygon = _cut(polygon, 0, xmin, 1.0)
@@ -61,16 +64,16 @@ def _area_inside(polygon, rect):
     return 0.5 * abs(twice)
 
 
-def _cut(polygon, axis, bound, sign):
+def _cut(polygon: list[Point], axis: int, bound: float, sign: float) -> list[Point]:
     """The part of a convex polygon where sign * (coordinate - bound) >= 0."""
     heights = [sign * (point[axis] - bound) for point in polygon]
     if not heights or min(heights) >= 0.0:
         return polygon
     if max(heights) <= 0.0:
         return []
-    kept = []
+    kept: list[Point] = []
     before, h_before = polygon[-1], heights[-1]
-    for point, h in zip(polygon, heights):
+    for point, h in zip(polygon, heights, strict=True):
         if (h_before < 0.0) != (h < 0.0):
             t = h_before / (h_before - h)
             kept.append((before[0] + t * (point[0] - before[0]), before[1] + t * (point[1] - before[1])))

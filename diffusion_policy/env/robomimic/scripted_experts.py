@@ -1,22 +1,25 @@
-"""Experts that solve Lift, Can and Square from the observation alone, to make demonstrations where human ones cannot be had.
+"""Scripted experts that solve Lift, Can and Square, for demonstrations where no human ones are available.
 
-An expert is a small state machine: in every stage the hand is drawn to a point above, at or away from the object, and the stage ends when
-it is there. Heights, offsets and speed are drawn anew for each episode, so that demonstrations differ as those of people do.
+An expert is a small state machine: in every stage the hand moves to a point above, at or away from the object, and the
+stage ends when the hand is there. Heights, offsets and speed are drawn for each episode, so that demonstrations differ.
 """
 
-from __future__ import annotations
+from typing import Any
 
 import numpy as np
 
 from diffusion_policy.common.errors import ConfigError
 
-REACH = 0.05  # metres that an action of 1 asks for; the controllers in `env_args` have the same number
-TURN = 0.5  # radians, likewise
+REACH = 0.05  # metres for an action of 1, as in the controllers of `env_args`
+TURN = 0.5  # radians for an action of 1
 OPEN, CLOSE = -1.0, 1.0
 
+Obs = dict[str, np.ndarray]
+Stage = tuple[np.ndarray, float, bool | np.bool_]
 
-def env_args(task: str) -> dict:
-    """What a dataset of this task, recorded here, says of its environment: as robomimic's for robosuite 1.5, in the world's frame."""
+
+def env_args(task: str) -> dict[str, Any]:
+    """env_args of a dataset of this task recorded here, as robomimic's for robosuite 1.5, in the world frame."""
     arm = {
         "type": "OSC_POSE",
         "input_max": 1,
@@ -53,8 +56,8 @@ def env_args(task: str) -> dict:
     }
 
 
-# robomimic's name of a task -> robosuite's, and what else its environment is built with
-TASKS = {
+# robomimic's name of a task -> robosuite's, and further arguments of its environment
+TASKS: dict[str, tuple[str, dict[str, Any]]] = {
     "lift": ("Lift", {}),
     "can": ("PickPlaceCan", {}),
     "square": ("NutAssemblySquare", {}),
@@ -66,26 +69,28 @@ TASKS = {
 class ScriptedExpert:
     """`act(obs)` -> (7,) action in [-1, 1]: change of the hand's position and rotation, and the gripper.
 
-    A stage is a method (obs, the hand's position) -> (point to go to, gripper, whether the stage is over). Those of picking something up are here.
+    A stage is a method (obs, the hand's position) -> (target point, gripper, whether the stage is over). The stages
+    that pick up an object are defined here.
     """
 
-    stages: tuple = ()
-    clearance = 0.0  # of the point above the object, beyond the height that is drawn
-    beside = 0.012  # how far from straight above it the hand may be when it goes down,
-    aside = 0.01  # and from the grasp's height when it closes
+    stages: tuple[str, ...] = ()
+    clearance = 0.0  # added to the drawn height above the object
+    beside = 0.012  # horizontal tolerance before moving down
+    aside = 0.01  # vertical tolerance before grasping
     squeeze = 5  # steps until the gripper holds
-    below = 0.03  # the height to carry it at counts as reached this far below
+    below = 0.03  # tolerance of the carrying height
 
     def __init__(self, rng: np.random.Generator):
         self.rng = rng
         self.stage, self.waited = 0, 0
         self.speed = rng.uniform(0.7, 1.0)
         self.hover = rng.uniform(0.06, 0.10)
-        self.offset = rng.normal(0.0, 0.004, size=2)  # where on the object it grasps
+        self.offset = rng.normal(0.0, 0.004, size=2)  # of the grasp on the object
         self.noise = 0.03
         self.carry = 1.0
 
-    def act(self, obs: dict) -> np.ndarray:
+    def act(self, obs: Obs) -> np.ndarray:
+        """Action for an observation of `RobosuiteTask`."""
         hand = obs["robot0_eef_pos"]
         target, gripper, arrived = getattr(self, self.stages[self.stage])(obs, hand)
         if arrived and self.stage < len(self.stages) - 1:
@@ -97,30 +102,30 @@ class ScriptedExpert:
         move += self.rng.normal(0.0, self.noise, size=3)
         return np.clip(np.concatenate([move, self.turn(obs), [gripper]]), -1.0, 1.0)
 
-    def turn(self, obs) -> np.ndarray:
-        """(3,) rotation of the hand; none where the start's, straight down, is right."""
+    def turn(self, obs: Obs) -> np.ndarray:
+        """(3,) rotation of the hand; by default none: it starts pointing down."""
         return np.zeros(3)
 
-    def turned(self, obs) -> bool:
-        """Whether the hand is turned as it must be to grasp."""
+    def turned(self, obs: Obs) -> bool:
+        """Whether the hand is oriented for the grasp."""
         return True
 
-    def grip(self, obs) -> np.ndarray:
-        """(3,) where to grasp."""
+    def grip(self, obs: Obs) -> np.ndarray:
+        """(3,) point to grasp."""
         raise NotImplementedError
 
-    def above(self, obs, hand):
+    def above(self, obs: Obs, hand: np.ndarray) -> Stage:
         target = self.grip(obs) + [0, 0, self.hover + self.clearance]
         return target, OPEN, self.turned(obs) and np.linalg.norm((target - hand)[:2]) < self.beside
 
-    def down(self, obs, hand):
+    def down(self, obs: Obs, hand: np.ndarray) -> Stage:
         target = self.grip(obs)
         return target, OPEN, abs(target - hand)[2] < self.aside
 
-    def grasp(self, obs, hand):
+    def grasp(self, obs: Obs, hand: np.ndarray) -> Stage:
         return self.grip(obs), CLOSE, self.waited >= self.squeeze
 
-    def up(self, obs, hand):
+    def up(self, obs: Obs, hand: np.ndarray) -> Stage:
         return np.array([hand[0], hand[1], self.carry]), CLOSE, hand[2] > self.carry - self.below
 
 
@@ -129,7 +134,7 @@ class LiftExpert(ScriptedExpert):
 
     stages = ("above", "down", "grasp", "up")
 
-    def grip(self, obs):
+    def grip(self, obs: Obs) -> np.ndarray:
         return obs["object"][:3] + [*self.offset, 0.0]
 
 
@@ -138,61 +143,61 @@ class CanExpert(ScriptedExpert):
 
     stages = ("above", "down", "grasp", "up", "over", "lower", "release", "away")
     clearance, squeeze, below = 0.05, 6, 0.06
-    BOX = np.array([0.1975, 0.4025])  # where the can belongs: its compartment of the second bin, fixed in the scene
+    BOX = np.array([0.1975, 0.4025])  # the can's compartment of the second bin, fixed in the scene
 
-    def __init__(self, rng):
+    def __init__(self, rng: np.random.Generator):
         super().__init__(rng)
         self.place = self.BOX + rng.uniform(-0.02, 0.02, size=2)
         self.carry = rng.uniform(1.08, 1.14)
 
-    def grip(self, obs):
+    def grip(self, obs: Obs) -> np.ndarray:
         return obs["object"][7:10] + [*self.offset, 0.01]  # after the hand's pose relative to it
 
-    def over(self, obs, hand):
+    def over(self, obs: Obs, hand: np.ndarray) -> Stage:
         target = np.array([*self.place, self.carry])
         return target, CLOSE, np.linalg.norm((target - hand)[:2]) < 0.025
 
-    def lower(self, obs, hand):
+    def lower(self, obs: Obs, hand: np.ndarray) -> Stage:
         target = np.array([*self.place, 0.93])
         return target, CLOSE, hand[2] < 0.955
 
-    def release(self, obs, hand):
+    def release(self, obs: Obs, hand: np.ndarray) -> Stage:
         return np.array([*self.place, 0.93]), OPEN, self.waited >= 4
 
-    def away(self, obs, hand):
+    def away(self, obs: Obs, hand: np.ndarray) -> Stage:
         return np.array([*self.place, 1.1]), OPEN, False
 
 
 class SquareExpert(ScriptedExpert):
-    """Above the nut's handle, turned across it, down, grasp, up, over the peg with the hole's sides along the peg's, down, open, away."""
+    """Above the nut's handle and turned across it, down, grasp, up, over the peg and aligned, down, open, away."""
 
     stages = ("above", "down", "grasp", "up", "over", "lower", "release", "away")
     clearance, beside, aside, squeeze = 0.02, 0.01, 0.008, 12
     PEG = np.array([0.23, 0.1])  # fixed in the scene
-    HANDLE = 0.054  # from the middle of the nut to that of its handle
+    HANDLE = 0.054  # distance from the nut's centre to that of its handle
 
-    def __init__(self, rng):
+    def __init__(self, rng: np.random.Generator):
         super().__init__(rng)
         self.offset = rng.normal(0.0, 0.002, size=2)
         self.carry = rng.uniform(1.06, 1.10)
-        self.side = None  # the nut's direction on the peg, a multiple of a right angle
+        self.side: float | None = None  # the nut's direction on the peg, a multiple of a right angle
 
-    def nut(self, obs):
-        """Middle of the nut (3,), and the direction of its handle, an angle."""
+    def nut(self, obs: Obs) -> tuple[np.ndarray, float]:
+        """Centre of the nut (3,), and the angle of its handle."""
         return obs["object"][7:10], heading(obs["object"][10:14])
 
-    def grip(self, obs):
+    def grip(self, obs: Obs) -> np.ndarray:
         middle, angle = self.nut(obs)
         return middle + [*(self.HANDLE * np.array([np.cos(angle), np.sin(angle)]) + self.offset), -0.004]
 
-    def across(self, obs):
-        """Angle by which the hand is off the handle; of the two ways round, the one that leaves the wrist's last joint room to turn on."""
+    def across(self, obs: Obs) -> float:
+        """Angle between hand and handle; of the two solutions, the one that keeps the wrist off its limit."""
         return (self.nut(obs)[1] + 0.2) % np.pi - 0.2 - heading(obs["robot0_eef_quat"])
 
-    def turned(self, obs):
+    def turned(self, obs: Obs) -> bool:
         return abs(self.across(obs)) < 0.08
 
-    def turn(self, obs):
+    def turn(self, obs: Obs) -> np.ndarray:
         if self.stage <= 2:
             error = self.across(obs)
         elif self.stage <= 5:
@@ -201,46 +206,47 @@ class SquareExpert(ScriptedExpert):
             error = 0.0
         return np.array([0.0, 0.0, np.clip(error / TURN, -0.8, 0.8)])
 
-    def direction(self, obs):
+    def direction(self, obs: Obs) -> float:
         if self.side is None:
             self.side = np.pi / 2 * np.round(self.nut(obs)[1] / (np.pi / 2))
         return self.side
 
-    def over_peg(self, obs, hand, height):
-        """Where the hand must be for the nut's middle to be over the peg."""
+    def over_peg(self, obs: Obs, hand: np.ndarray, height: float) -> np.ndarray:
+        """Position of the hand at which the nut's centre is over the peg."""
         middle, _ = self.nut(obs)
         return np.array([*(hand[:2] + self.PEG - middle[:2]), height])
 
-    def over(self, obs, hand):
+    def over(self, obs: Obs, hand: np.ndarray) -> Stage:
         target = self.over_peg(obs, hand, self.carry)
         aligned = abs(whole_turn(self.direction(obs) - self.nut(obs)[1])) < 0.05
         return target, CLOSE, aligned and np.linalg.norm((target - hand)[:2]) < 0.006
 
-    def lower(self, obs, hand):
+    def lower(self, obs: Obs, hand: np.ndarray) -> Stage:
         return self.over_peg(obs, hand, 0.80), CLOSE, self.nut(obs)[0][2] < 0.86
 
-    def release(self, obs, hand):
+    def release(self, obs: Obs, hand: np.ndarray) -> Stage:
         return hand.copy(), OPEN, self.waited >= 4
 
-    def away(self, obs, hand):
+    def away(self, obs: Obs, hand: np.ndarray) -> Stage:
         return np.array([hand[0], hand[1], 1.1]), OPEN, False
 
 
-def heading(quaternion):
-    """Angle about the vertical of a body's x axis; quaternion (4,): x, y, z, w."""
+def heading(quaternion: np.ndarray) -> float:
+    """Angle of a body's x axis about the vertical; quaternion (4,): x, y, z, w."""
     x, y, z, w = quaternion
     return np.arctan2(2 * (x * y + w * z), 1 - 2 * (y * y + z * z))
 
 
-def whole_turn(angle):
-    """The same direction, in [-pi, pi)."""
+def whole_turn(angle: float) -> float:
+    """The same angle in [-pi, pi)."""
     return (angle + np.pi) % (2 * np.pi) - np.pi
 
 
-EXPERTS = {"lift": LiftExpert, "can": CanExpert, "square": SquareExpert}
+EXPERTS: dict[str, type[ScriptedExpert]] = {"lift": LiftExpert, "can": CanExpert, "square": SquareExpert}
 
 
 def make_expert(task: str, rng: np.random.Generator) -> ScriptedExpert:
+    """The expert of a task; its variations are drawn from `rng`."""
     if task not in EXPERTS:
-        raise ConfigError(f"there is no scripted expert for {task!r}; there is one for: {', '.join(EXPERTS)}.")
+        raise ConfigError(f"no scripted expert for {task!r}; experts exist for: {', '.join(EXPERTS)}.")
     return EXPERTS[task](rng)

@@ -1,9 +1,7 @@
-"""Recorded starts: the simulator states in which test episodes begin, so that a score does not depend on how a version draws them.
+"""Recorded starts of test episodes, as simulator states, so that scores do not depend on how a version draws them.
 
 python -m diffusion_policy.env.robomimic.starts      # records them again
 """
-
-from __future__ import annotations
 
 import functools
 import pathlib
@@ -15,20 +13,21 @@ FIRST_SEED, COUNT = 100000, 50
 
 
 @functools.cache
-def _recorded(env_name: str) -> dict:
+def _recorded(env_name: str) -> dict[int, np.ndarray]:
     path = FOLDER / f"{env_name}.npz"
     if not path.is_file():
         return {}
     with np.load(path) as file:
-        return dict(zip(file["seeds"].tolist(), file["states"]))
+        return dict(zip(file["seeds"].tolist(), file["states"], strict=True))
 
 
 def recorded_start(env_name: str, seed: int) -> np.ndarray | None:
-    """The state (n,) that was recorded for this seed, if one was."""
+    """The state (n,) recorded for this seed, or None."""
     return _recorded(env_name).get(seed)
 
 
 def record(task: str) -> None:
+    """Record the starts of a task."""
     from diffusion_policy.env.robomimic.robosuite_task import RobosuiteTask
     from diffusion_policy.env.robomimic.scripted_experts import env_args
 

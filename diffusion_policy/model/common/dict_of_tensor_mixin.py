@@ -1,24 +1,29 @@
-"""A module whose parameters are a nested dict that is only known once data, or a checkpoint, has been seen."""
+"""A module whose parameters are a nested dict with keys that come from data or from a checkpoint."""
 
+from typing import Any
+
+import torch
 from torch import nn
 
 
 class DictOfTensorMixin(nn.Module):
-    """Holds `params_dict`, a nested `nn.ParameterDict`; loading a state dict creates whatever keys it has."""
+    """Holds `params_dict`, a nested `nn.ParameterDict`. Loading a state dict creates the keys found in it."""
 
     def __init__(self, params_dict: nn.ParameterDict | None = None):
         super().__init__()
         self.params_dict = nn.ParameterDict() if params_dict is None else params_dict
 
     @property
-    def device(self):
+    def device(self) -> torch.device:
         return next(self.parameters()).device
 
-    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+    def _load_from_state_dict(
+        self, state_dict: dict[str, torch.Tensor], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
         prefix = prefix + "params_dict."
         tensors = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
         if not tensors:
-            return  # what is here stays; if it holds anything, torch reports it as missing from the state dict
+            return  # keep the present parameters; torch reports them as missing from the state dict
 
         present = next(self.parameters(), None)
         params_dict = nn.ParameterDict()
@@ -29,7 +34,7 @@ class DictOfTensorMixin(nn.Module):
                 if parent not in node:
                     node[parent] = nn.ParameterDict()
                 node = node[parent]
-            # a clone, so that the checkpoint's memory is not shared; on the device this module was already moved to
+            # Clone so that the checkpoint's memory is not shared. Keep the device this module was moved to.
             value = value.detach().clone()
             node[name] = nn.Parameter(value if present is None else value.to(present.device), requires_grad=False)
         self.params_dict = params_dict

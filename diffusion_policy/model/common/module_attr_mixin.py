@@ -1,17 +1,17 @@
-"""Where a module lives and what it computes in, read from its parameters."""
+"""Device and dtype of a module, read from its parameters."""
 
 import torch
 from torch import nn
 
 
 class ModuleAttrMixin(nn.Module):
-    """Adds `device` and `dtype` to a module, also to one without weights of its own.
+    """Adds `device` and `dtype` to a module, also to one without weights.
 
-    The zero-length `_dummy_variable` is what moves with `.to()` when there is nothing else; it is part of every state dict
-    of this family, so its name and shape are fixed.
+    The zero-length `_dummy_variable` follows `.to()` when the module has no other parameter. It is part of every state
+    dict of this family, so its name and shape are fixed.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self._dummy_variable = nn.Parameter(torch.empty(0))
 

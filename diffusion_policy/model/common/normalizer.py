@@ -1,10 +1,12 @@
-"""Affine normalisation y = x * scale + offset, fitted per field and carried in the policy's state dict.
+"""Affine normalisation y = x * scale + offset, fitted per field and saved in the policy's state dict.
 
-A field's parameters are `offset` (D,), `scale` (D,) and `input_stats.{max,mean,min,std}` (D,), D being the product of the last
-`last_n_dims` dimensions of the data it was fitted on.
+A field's parameters are `offset` (D,), `scale` (D,) and `input_stats.{max,mean,min,std}` (D,). D is the product of the
+last `last_n_dims` dimensions of the data.
 """
 
 import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,24 +18,26 @@ from diffusion_policy.model.common.dict_of_tensor_mixin import DictOfTensorMixin
 
 DEFAULT_FIELD = "_default"
 
+Array = np.ndarray | torch.Tensor
+
 
 class LinearNormalizer(DictOfTensorMixin):
-    """A normaliser per field of a dict; a bare array is the single field `_default`."""
+    """One normaliser per field of a dict; a bare array is the single field `_default`."""
 
     @torch.no_grad()
     def fit(
         self,
-        data,
-        last_n_dims=1,
-        dtype=torch.float32,
-        mode="limits",
-        output_max=1.0,
-        output_min=-1.0,
-        range_eps=1e-4,
-        fit_offset=True,
-    ):
+        data: Array | Mapping[str, Array],
+        last_n_dims: int = 1,
+        dtype: torch.dtype = torch.float32,
+        mode: str = "limits",
+        output_max: float = 1.0,
+        output_min: float = -1.0,
+        range_eps: float = 1e-4,
+        fit_offset: bool = True,
+    ) -> None:
         """Fit each field of `data`, a dict of (..., D) arrays or tensors (or one such array)."""
-        fields = data if isinstance(data, dict) else {DEFAULT_FIELD: data}
+        fields = data if isinstance(data, Mapping) else {DEFAULT_FIELD: data}
         for key, value in fields.items():
             self.params_dict[key] = _fit(
                 value, last_n_dims, dtype, mode, output_max, output_min, range_eps, fit_offset, key
@@ -48,22 +52,22 @@ class LinearNormalizer(DictOfTensorMixin):
             )
         return SingleFieldLinearNormalizer(self.params_dict[key])
 
-    def __setitem__(self, key: str, value: "SingleFieldLinearNormalizer"):
+    def __setitem__(self, key: str, value: "SingleFieldLinearNormalizer") -> None:
         self.params_dict[key] = value.params_dict
 
-    def normalize(self, x):
-        """x: (..., D), or a dict of them by field; returns the same shapes."""
+    def normalize(self, x: Any) -> Any:
+        """Normalise x (..., D), or a dict of such fields, and keep the shapes."""
         if isinstance(x, dict):
             return {key: self[key].normalize(value) for key, value in x.items()}
         return self[DEFAULT_FIELD].normalize(x)
 
-    def unnormalize(self, x):
+    def unnormalize(self, x: Any) -> Any:
         """The inverse of `normalize`."""
         if isinstance(x, dict):
             return {key: self[key].unnormalize(value) for key, value in x.items()}
         return self[DEFAULT_FIELD].unnormalize(x)
 
-    def forward(self, x):
+    def forward(self, x: Any) -> Any:
         return self.normalize(x)
 
     def get_input_stats(self) -> dict:
@@ -71,10 +75,10 @@ class LinearNormalizer(DictOfTensorMixin):
         return self._per_field(SingleFieldLinearNormalizer.get_input_stats)
 
     def get_output_stats(self) -> dict:
-        """As `get_input_stats`, of the normalised data."""
+        """The statistics of `get_input_stats` for the normalised data."""
         return self._per_field(SingleFieldLinearNormalizer.get_output_stats)
 
-    def _per_field(self, stats_of):
+    def _per_field(self, stats_of: Callable[["SingleFieldLinearNormalizer"], dict]) -> dict:
         if len(self.params_dict) == 1 and DEFAULT_FIELD in self.params_dict:
             return stats_of(self[DEFAULT_FIELD])
         return {key: stats_of(self[key]) for key in self.params_dict.keys()}
@@ -86,29 +90,31 @@ class SingleFieldLinearNormalizer(DictOfTensorMixin):
     @torch.no_grad()
     def fit(
         self,
-        data,
-        last_n_dims=1,
-        dtype=torch.float32,
-        mode="limits",
-        output_max=1.0,
-        output_min=-1.0,
-        range_eps=1e-4,
-        fit_offset=True,
-    ):
+        data: Array,
+        last_n_dims: int = 1,
+        dtype: torch.dtype = torch.float32,
+        mode: str = "limits",
+        output_max: float = 1.0,
+        output_min: float = -1.0,
+        range_eps: float = 1e-4,
+        fit_offset: bool = True,
+    ) -> None:
         """Fit on `data` (..., D)."""
         self.params_dict = _fit(
             data, last_n_dims, dtype, mode, output_max, output_min, range_eps, fit_offset, DEFAULT_FIELD
         )
 
     @classmethod
-    def create_fit(cls, data, **kwargs) -> "SingleFieldLinearNormalizer":
-        """A normaliser fitted on `data`; keyword arguments as in `fit`."""
+    def create_fit(cls, data: Array, **kwargs: Any) -> "SingleFieldLinearNormalizer":
+        """Fit a new normaliser on `data`; keyword arguments as in `fit`."""
         normalizer = cls()
         normalizer.fit(data, **kwargs)
         return normalizer
 
     @classmethod
-    def create_manual(cls, scale, offset, input_stats_dict: dict) -> "SingleFieldLinearNormalizer":
+    def create_manual(
+        cls, scale: Array, offset: Array, input_stats_dict: dict[str, Array]
+    ) -> "SingleFieldLinearNormalizer":
         """scale, offset and each of input_stats_dict's max, mean, min, std: (D,)."""
         scale, offset = _as_tensor(scale).flatten(), _as_tensor(offset).flatten()
         stats = {key: _as_tensor(value).flatten() for key, value in input_stats_dict.items()}
@@ -120,22 +126,22 @@ class SingleFieldLinearNormalizer(DictOfTensorMixin):
         return cls(_pack(scale, offset, stats, requires_grad=True))
 
     @classmethod
-    def create_identity(cls, dtype=torch.float32) -> "SingleFieldLinearNormalizer":
+    def create_identity(cls, dtype: torch.dtype = torch.float32) -> "SingleFieldLinearNormalizer":
         """y = x for data of any size."""
         one, zero = torch.ones(1, dtype=dtype), torch.zeros(1, dtype=dtype)
         return cls.create_manual(one, zero, {"min": -one, "max": one, "mean": zero, "std": one})
 
-    def normalize(self, x) -> torch.Tensor:
-        """x: (..., D) array or tensor; returns the same shape, in the normaliser's dtype and on its device."""
+    def normalize(self, x: Array) -> torch.Tensor:
+        """Normalise an array or tensor (..., D), in the normaliser's dtype and on its device."""
         x, scale, offset = self._operands(x)
         return (x.reshape(-1, len(scale)) * scale + offset).reshape(x.shape)
 
-    def unnormalize(self, x) -> torch.Tensor:
+    def unnormalize(self, x: Array) -> torch.Tensor:
         """The inverse of `normalize`."""
         x, scale, offset = self._operands(x)
         return ((x.reshape(-1, len(scale)) - offset) / scale).reshape(x.shape)
 
-    def forward(self, x) -> torch.Tensor:
+    def forward(self, x: Array) -> torch.Tensor:
         return self.normalize(x)
 
     def get_input_stats(self) -> dict:
@@ -149,7 +155,7 @@ class SingleFieldLinearNormalizer(DictOfTensorMixin):
         std = stats.pop("std") * self.params_dict["scale"].abs()
         return {**dict_apply(stats, self.normalize), "std": std}
 
-    def _operands(self, x):
+    def _operands(self, x: Array) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self._require_fitted()
         scale, offset = self.params_dict["scale"], self.params_dict["offset"]
         x = _as_tensor(x).to(device=scale.device, dtype=scale.dtype)
@@ -157,17 +163,19 @@ class SingleFieldLinearNormalizer(DictOfTensorMixin):
             raise ConfigError(f"Data of shape {tuple(x.shape)} does not fit a normaliser of size {len(scale)}.")
         return x, scale, offset
 
-    def _require_fitted(self):
+    def _require_fitted(self) -> None:
         if "scale" not in self.params_dict:
             raise ConfigError("The normaliser was never fitted: call fit() or load its state dict first.")
 
 
-def _as_tensor(x) -> torch.Tensor:
+def _as_tensor(x: Array) -> torch.Tensor:
     return x if isinstance(x, torch.Tensor) else torch.from_numpy(np.asarray(x))
 
 
-def _pack(scale, offset, stats: dict, requires_grad: bool) -> nn.ParameterDict:
-    def parameters(tensors):
+def _pack(
+    scale: torch.Tensor, offset: torch.Tensor, stats: dict[str, torch.Tensor], requires_grad: bool
+) -> nn.ParameterDict:
+    def parameters(tensors: dict[str, torch.Tensor]) -> nn.ParameterDict:
         return nn.ParameterDict(
             {name: nn.Parameter(tensors[name].clone(), requires_grad=requires_grad) for name in sorted(tensors)}
         )
@@ -177,8 +185,18 @@ def _pack(scale, offset, stats: dict, requires_grad: bool) -> nn.ParameterDict:
     return params_dict
 
 
-def _fit(data, last_n_dims, dtype, mode, output_max, output_min, range_eps, fit_offset, name) -> nn.ParameterDict:
-    """data: (..., D) over `last_n_dims` trailing dimensions; one scalar normaliser for 0 of them."""
+def _fit(
+    data: Array,
+    last_n_dims: int,
+    dtype: torch.dtype,
+    mode: str,
+    output_max: float,
+    output_min: float,
+    range_eps: float,
+    fit_offset: bool,
+    name: str,
+) -> nn.ParameterDict:
+    """Fit on data (..., D) over `last_n_dims` trailing dimensions; 0 gives one scalar normaliser."""
     if mode not in ("limits", "gaussian"):
         raise ConfigError(f"Unknown normaliser mode {mode!r}: use 'limits' or 'gaussian'.")
     if output_max <= output_min or (mode == "limits" and not fit_offset and not output_min < 0 < output_max):
@@ -193,7 +211,7 @@ def _fit(data, last_n_dims, dtype, mode, output_max, output_min, range_eps, fit_
 
     stats = {"min": data.amin(0), "max": data.amax(0), "mean": data.mean(0), "std": data.std(0)}
 
-    # A dimension that never moves keeps scale 1: dividing by its range would turn rounding into signal.
+    # A constant dimension keeps scale 1: dividing by its range would amplify rounding errors.
     if mode == "limits" and fit_offset:
         input_range = stats["max"] - stats["min"]
         flat = input_range < range_eps

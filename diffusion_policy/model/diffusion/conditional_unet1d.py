@@ -1,8 +1,11 @@
 """UNet over the time axis of an action sequence, conditioned by FiLM."""
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch
+from einops import rearrange
 from torch import nn
 
 from diffusion_policy.common.errors import ConfigError
@@ -11,7 +14,7 @@ from diffusion_policy.model.diffusion.positional_embedding import SinusoidalPosE
 
 
 class ConditionalResidualBlock1D(nn.Module):
-    """y = conv2(a(c) * conv1(x) + b(c)) + skip(x), where (a, b) = Linear(act(c)); without `cond_predict_scale`, a = 1."""
+    """y = conv2(a(c) * conv1(x) + b(c)) + skip(x), with (a, b) = Linear(act(c)); a = 1 without `cond_predict_scale`."""
 
     def __init__(
         self,
@@ -40,7 +43,7 @@ class ConditionalResidualBlock1D(nn.Module):
     def forward(self, x: torch.Tensor, cond: torch.Tensor) -> torch.Tensor:
         """x: (B, in_channels, T), cond: (B, cond_dim) -> (B, out_channels, T)."""
         out = self.blocks[0](x)
-        film = self.cond_encoder(cond).unsqueeze(-1)
+        film = rearrange(self.cond_encoder(cond), "b c -> b c 1")
         if self.cond_predict_scale:
             scale, bias = film.chunk(2, dim=1)
             out = scale * out + bias
@@ -50,12 +53,12 @@ class ConditionalResidualBlock1D(nn.Module):
 
 
 class ConditionalUnet1D(nn.Module):
-    """eps(x, k, c): a denoiser of action sequences whose length is a multiple of 2^(len(down_dims) - 1).
+    """UNet denoiser eps(x, k, c) of action sequences whose length is a multiple of 2^(len(down_dims) - 1).
 
     Trained checkpoints fix the order in which modules are made (random numbers) and registered (state-dict keys and
-    optimiser indices), and these properties, which look like oversights but cannot change without invalidating them:
-    the skip connection of the first level is not used, the second local-condition block is never evaluated, every up
-    level doubles the length, and the last convolution always has 8 groups. DP3's small variant has one block a level.
+    optimiser indices). They also fix these properties, which look like oversights: the skip connection of the first
+    level is not used, the second local-condition block is never evaluated, every up level doubles the length, and the
+    last convolution always has 8 groups. DP3's small variant has one block per level.
     """
 
     def __init__(
@@ -73,11 +76,9 @@ class ConditionalUnet1D(nn.Module):
     ):
         super().__init__()
         if blocks_per_level < 1:
-            raise ConfigError(
-                f"a level of the UNet needs at least one block, not blocks_per_level = {blocks_per_level}"
-            )
+            raise ConfigError(f"blocks_per_level = {blocks_per_level} must be at least 1.")
         dims = [input_dim, *down_dims]
-        levels = list(zip(dims[:-1], dims[1:]))
+        levels = list(pairwise(dims))
         cond_dim = diffusion_step_embed_dim + (global_cond_dim or 0)
 
         def residual(dim_in: int, dim_out: int) -> ConditionalResidualBlock1D:
@@ -127,16 +128,16 @@ class ConditionalUnet1D(nn.Module):
     def forward(
         self,
         sample: torch.Tensor,
-        timestep,
+        timestep: torch.Tensor | float,
         local_cond: torch.Tensor | None = None,
         global_cond: torch.Tensor | None = None,
-        start_time=None,
-        **kwargs,
+        start_time: torch.Tensor | float | None = None,
+        **kwargs: Any,
     ) -> torch.Tensor:
-        """Predict from a noisy sequence; `start_time` is given by objectives with two times, f(x, s, t).
+        """Predict a sequence (B, T, input_dim); objectives with two times, f(x, s, t), give `start_time`.
 
         sample: (B, T, input_dim); timestep, start_time: number, 0-d or (B,); local_cond: (B, T, local_cond_dim);
-        global_cond: (B, global_cond_dim) -> (B, T, input_dim).
+        global_cond: (B, global_cond_dim).
         """
         time = expand_timestep(timestep, sample) if start_time is None else stack_times(timestep, start_time, sample)
         return self.denoise(sample, time, local_cond, global_cond)
@@ -148,24 +149,25 @@ class ConditionalUnet1D(nn.Module):
         local_cond: torch.Tensor | None,
         global_cond: torch.Tensor | None,
     ) -> torch.Tensor:
-        """As `forward`, with `time` in the form that the step encoder takes: (B,), or (B, 2) = (s, t)."""
+        """Run `forward` with `time` as the step encoder takes it: (B,), or (B, 2) = (s, t)."""
         divisor = 2 ** (len(self.down_modules) - 1)
         if sample.shape[1] % divisor:
             raise ConfigError(
-                f"This UNet halves the sequence {len(self.down_modules) - 1} times, so the horizon T must be a multiple of "
-                f"{divisor}, but T = {sample.shape[1]}. Change the horizon, or use fewer down_dims."
+                f"This UNet halves the sequence {len(self.down_modules) - 1} times, so the horizon T must be a "
+                f"multiple of {divisor}, but T = {sample.shape[1]}. Change the horizon, or use fewer down_dims."
             )
 
         cond = self.diffusion_step_encoder(time)
         if global_cond is not None:
             cond = torch.cat([cond, global_cond], dim=-1)
 
-        x = sample.transpose(1, 2)  # (B, input_dim, T)
+        x = rearrange(sample, "b t d -> b d t")
         skips = []
-        for i, (*blocks, downsample) in enumerate(self.down_modules):
+        for i, level in enumerate(self.down_modules):
+            *blocks, downsample = level.children()
             x = blocks[0](x, cond)
             if i == 0 and local_cond is not None:
-                x = x + self.local_cond_encoder[0](local_cond.transpose(1, 2), cond)
+                x = x + self.local_cond_encoder[0](rearrange(local_cond, "b t d -> b d t"), cond)  # type: ignore[index]
             for block in blocks[1:]:
                 x = block(x, cond)
             skips.append(x)
@@ -174,10 +176,11 @@ class ConditionalUnet1D(nn.Module):
         for block in self.mid_modules:
             x = block(x, cond)
 
-        for *blocks, upsample in self.up_modules:
+        for level in self.up_modules:
+            *blocks, upsample = level.children()
             x = torch.cat([x, skips.pop()], dim=1)
             for block in blocks:
                 x = block(x, cond)
             x = upsample(x)
 
-        return self.final_conv(x).transpose(1, 2)
+        return rearrange(self.final_conv(x), "b d t -> b t d")

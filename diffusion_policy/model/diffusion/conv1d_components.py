@@ -1,4 +1,4 @@
-"""Building blocks of the one-dimensional UNet; every tensor is (B, channels, T)."""
+"""Building blocks of the one-dimensional UNet. Every tensor is (B, channels, T)."""
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ class Upsample1d(nn.Module):
 
 
 class Conv1dBlock(nn.Module):
-    """Convolution, group normalisation, activation: (B, inp, T) -> (B, out, T) for an odd kernel."""
+    """Convolution, group normalisation, activation: (B, inp, T) -> (B, out, T) for an odd kernel size."""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from diffusion_policy.model.common.module_attr_mixin import ModuleAttrMixin
 
 
 class DummyMaskGenerator(ModuleAttrMixin):
-    """Everything is given."""
+    """A mask that marks every entry as given."""
 
     @torch.no_grad()
     def forward(self, shape: Sequence[int]) -> torch.Tensor:
@@ -17,9 +17,10 @@ class DummyMaskGenerator(ModuleAttrMixin):
 
 
 class LowdimMaskGenerator(ModuleAttrMixin):
-    """For trajectories [action | obs]: the first observation steps are given, with `action_visible` also all but the last action.
+    """Masks for trajectories [action | obs]: the first n observation steps are given.
 
-    The number of observation steps is `max_n_obs_steps`, or uniform in 1 .. max_n_obs_steps without `fix_obs_steps`.
+    n is `max_n_obs_steps`, or uniform in 1 .. max_n_obs_steps without `fix_obs_steps`. With `action_visible`, the
+    actions of the first n - 1 steps are given, too.
     """
 
     def __init__(
@@ -39,7 +40,10 @@ class LowdimMaskGenerator(ModuleAttrMixin):
 
     @torch.no_grad()
     def forward(self, shape: Sequence[int], seed: int | None = None) -> torch.Tensor:
-        """shape = (B, T, action_dim + obs_dim) -> bool of that shape; random lengths come from `seed`, else torch's own state."""
+        """shape = (B, T, action_dim + obs_dim) -> bool mask of that shape.
+
+        Random lengths are drawn from `seed`, or from torch's global generator.
+        """
         batch, n_step, dim = shape
         if dim != self.action_dim + self.obs_dim:
             raise ConfigError(

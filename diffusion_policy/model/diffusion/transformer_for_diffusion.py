@@ -1,14 +1,16 @@
 """Transformer over the tokens of an action sequence.
 
-The layers are pre-norm transformer layers with torch's parameter names. They are written out because torch's own stacks look
-at mask values to pick a kernel, and the fused kernels have neither forward-mode derivatives nor a stable export; at these
-lengths (tens of tokens) plain matrix products are as fast.
+The layers are pre-norm transformer layers with torch's parameter names. They are written out because torch's own stacks
+inspect mask values to pick a kernel, and the fused kernels have neither forward-mode derivatives nor a stable export.
+At these lengths (tens of tokens) plain matrix products are as fast.
 """
 
 import copy
 import math
+from typing import Any
 
 import torch
+from einops import rearrange
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,7 +20,10 @@ from diffusion_policy.model.diffusion.positional_embedding import SinusoidalPosE
 
 
 class MultiHeadAttention(nn.Module):
-    """softmax(Q K^T / sqrt(d) + mask) V over heads of size d = n_emb / n_head, with the parameters of nn.MultiheadAttention."""
+    """softmax(Q K^T / sqrt(d) + mask) V over heads of size d = n_emb / n_head.
+
+    The parameters are those of nn.MultiheadAttention.
+    """
 
     def __init__(self, n_emb: int, n_head: int, dropout: float):
         super().__init__()
@@ -35,23 +40,26 @@ class MultiHeadAttention(nn.Module):
     def forward(self, query: torch.Tensor, memory: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """query: (B, T, E), memory: (B, S, E), mask: (T, S) of 0 and -inf -> (B, T, E)."""
         n_emb = query.shape[-1]
-        if query is memory:
-            q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
+        weight, bias = self.in_proj_weight, self.in_proj_bias
+        if query is memory:  # self-attention: one product for all three
+            q, k, v = F.linear(query, weight, bias).chunk(3, dim=-1)
         else:
-            weight, bias = self.in_proj_weight, self.in_proj_bias
             q = F.linear(query, weight[:n_emb], bias[:n_emb])
             k, v = F.linear(memory, weight[n_emb:], bias[n_emb:]).chunk(2, dim=-1)
-        q, k, v = (x.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for x in (q, k, v))  # (B, n_head, T or S, d)
+        q, k, v = (rearrange(x, "b t (h d) -> b h t d", h=self.n_head) for x in (q, k, v))
 
         logits = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)  # (B, n_head, T, S)
         if mask is not None:
             logits = logits + mask
         weights = F.dropout(logits.softmax(dim=-1), self.dropout, self.training)
-        return self.out_proj((weights @ v).transpose(1, 2).flatten(-2))
+        return self.out_proj(rearrange(weights @ v, "b h t d -> b t (h d)"))
 
 
 class TransformerLayer(nn.Module):
-    """x + self_attention(norm(x)), with `cross_attention` x + attention(norm(x), memory), then x + feed_forward(norm(x))."""
+    """x + self_attention(norm(x)), then x + feed_forward(norm(x)).
+
+    With `cross_attention`, x + attention(norm(x), memory) comes between the two.
+    """
 
     def __init__(self, n_emb: int, n_head: int, dropout: float, cross_attention: bool = False):
         super().__init__()
@@ -78,31 +86,41 @@ class TransformerLayer(nn.Module):
             y = self.norm2(x)
         else:
             x = x + self.dropout(self.multihead_attn(self.norm2(x), memory, memory_mask))
-            y = self.norm3(x)
+            y = self.norm3(x)  # type: ignore[misc]
         return x + self.dropout(self.linear2(self.dropout(F.gelu(self.linear1(y)))))
 
 
 class LayerStack(nn.Module):
-    """`n_layer` copies of a layer, one after another."""
+    """`n_layer` copies of a layer in sequence."""
 
     def __init__(self, layer: nn.Module, n_layer: int):
         super().__init__()
         self.layers = nn.ModuleList([copy.deepcopy(layer) for _ in range(n_layer)])
 
-    def forward(self, x: torch.Tensor, *args) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *args: torch.Tensor | None) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x, *args)
         return x
 
 
 class TransformerForDiffusion(ModuleAttrMixin):
-    """A denoiser of action sequences.
+    """Transformer denoiser of action sequences.
 
-    With `time_as_cond` (the usual form) action tokens are decoded against condition tokens [time, obs_1 .. obs_To]; without,
-    the time token goes in front of the action tokens and an encoder does all. With `causal_attn`, action t sees actions up
-    to t, the time token, and observations up to t. Observations are condition tokens exactly when `cond_dim` > 0; the
-    argument `obs_as_cond` is accepted for existing configs and has no say in it.
+    With `time_as_cond` (the usual form), action tokens are decoded against condition tokens [time, obs_1 .. obs_To].
+    Without it, the time token is put in front of the action tokens and the model is a single encoder. With
+    `causal_attn`, action t attends to actions up to t, the time token, and observations up to t. Observations are
+    condition tokens exactly when `cond_dim` > 0. The argument `obs_as_cond` is accepted for existing configs and
+    ignored.
     """
+
+    mask: torch.Tensor | None
+    memory_mask: torch.Tensor | None
+    time_emb: nn.Module
+    encoder: nn.Module
+    # None in some forms, in which they are not used
+    decoder: nn.Module
+    cond_obs_emb: nn.Module
+    cond_pos_emb: nn.Parameter
 
     def __init__(
         self,
@@ -139,11 +157,11 @@ class TransformerForDiffusion(ModuleAttrMixin):
         self.pos_emb = nn.Parameter(torch.zeros(1, self.T, n_emb))
         self.drop = nn.Dropout(p_drop_emb)
         self.time_emb = SinusoidalPosEmb(n_emb)
-        self.cond_obs_emb = nn.Linear(cond_dim, n_emb) if obs_as_cond else None
+        self.cond_obs_emb = nn.Linear(cond_dim, n_emb) if obs_as_cond else None  # type: ignore[assignment]
         if self.encoder_only:
-            self.cond_pos_emb = None
+            self.cond_pos_emb = None  # type: ignore[assignment]
             self.encoder = LayerStack(TransformerLayer(n_emb, n_head, p_drop_attn), n_layer)
-            self.decoder = None
+            self.decoder = None  # type: ignore[assignment]
         else:
             self.cond_pos_emb = nn.Parameter(torch.zeros(1, self.T_cond, n_emb))
             if n_cond_layers > 0:
@@ -166,8 +184,11 @@ class TransformerForDiffusion(ModuleAttrMixin):
         self.head = nn.Linear(n_emb, output_dim)
         self.apply(self._init_weights)
 
-    def _init_weights(self, module: nn.Module):
-        """Weights and positions N(0, 0.02), biases 0, norms 1 and 0; without observation tokens, condition positions stay 0."""
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw weights and positions from N(0, 0.02), set biases to 0.
+
+        Without observation tokens, the positions of the condition stay 0.
+        """
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.02)
             nn.init.zeros_(module.bias)
@@ -180,8 +201,9 @@ class TransformerForDiffusion(ModuleAttrMixin):
                 nn.init.normal_(module.cond_pos_emb, std=0.02)
 
     def get_optim_groups(self, weight_decay: float = 1e-3) -> list[dict]:
-        """Two parameter groups: weights of linear and attention layers decay; biases, norms and positions do not."""
-        decay, no_decay = [], []
+        """Split the parameters: weights of linear and attention layers decay; biases, norms and positions do not."""
+        decay: list[str] = []
+        no_decay: list[str] = []
         for module_name, module in self.named_modules():
             for name, _ in module.named_parameters(recurse=False):
                 full_name = f"{module_name}.{name}" if module_name else name
@@ -197,20 +219,26 @@ class TransformerForDiffusion(ModuleAttrMixin):
     def configure_optimizers(
         self, learning_rate: float = 1e-4, weight_decay: float = 1e-3, betas: tuple[float, float] = (0.9, 0.95)
     ) -> torch.optim.AdamW:
-        return torch.optim.AdamW(self.get_optim_groups(weight_decay), lr=learning_rate, betas=tuple(betas))
+        """AdamW over `get_optim_groups`."""
+        return torch.optim.AdamW(self.get_optim_groups(weight_decay), lr=learning_rate, betas=(betas[0], betas[1]))
 
     def forward(
-        self, sample: torch.Tensor, timestep, cond: torch.Tensor | None = None, start_time=None, **kwargs
+        self,
+        sample: torch.Tensor,
+        timestep: torch.Tensor | float,
+        cond: torch.Tensor | None = None,
+        start_time: torch.Tensor | float | None = None,
+        **kwargs: Any,
     ) -> torch.Tensor:
-        """Predict from a noisy sequence; `start_time` is given by objectives with two times, f(x, s, t).
+        """Predict a sequence (B, T, output_dim); objectives with two times, f(x, s, t), give `start_time`.
 
-        sample: (B, T, input_dim); timestep, start_time: number, 0-d or (B,); cond: (B, To, cond_dim) -> (B, T, output_dim).
+        sample: (B, T, input_dim); timestep, start_time: number, 0-d or (B,); cond: (B, To, cond_dim).
         """
         time = expand_timestep(timestep, sample) if start_time is None else stack_times(timestep, start_time, sample)
         return self.denoise(sample, time, cond)
 
     def denoise(self, sample: torch.Tensor, time: torch.Tensor, cond: torch.Tensor | None) -> torch.Tensor:
-        """As `forward`, with `time` in the form that `time_emb` takes: (B,), or (B, 2) = (s, t)."""
+        """Run `forward` with `time` as `time_emb` takes it: (B,), or (B, 2) = (s, t)."""
         n_step = sample.shape[1]
         if n_step > self.horizon or (self.mask is not None and n_step != self.horizon):
             raise ConfigError(
@@ -240,5 +268,5 @@ class TransformerForDiffusion(ModuleAttrMixin):
 
 
 def _additive_mask(allowed: torch.Tensor) -> torch.Tensor:
-    """0 where allowed, -inf elsewhere."""
+    """Convert a bool mask to 0 where allowed and -inf elsewhere."""
     return torch.zeros(allowed.shape).masked_fill(~allowed, -torch.inf)

@@ -1,4 +1,4 @@
-"""ResNets of basic blocks (18 and 34 layers) with torchvision's parameter names and initialisation."""
+"""ResNets of basic blocks (18 and 34 layers), with torchvision's parameter names and initialisation."""
 
 from collections.abc import Sequence
 
@@ -11,14 +11,14 @@ def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
 
 
 class BasicBlock(nn.Module):
-    """relu(x' + norm(conv(relu(norm(conv(x)))))), x' being x, or norm(conv 1x1(x)) where the shape changes."""
+    """relu(x' + norm(conv(relu(norm(conv(x)))))), where x' is x, or `shortcut`(x) where the shape changes."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int = 1):
+    def __init__(self, inputs: int, outputs: int, stride: int = 1, shortcut: nn.Module | None = None):
         super().__init__()
         self.conv1, self.bn1 = conv(inputs, outputs, 3, stride), nn.BatchNorm2d(outputs)
         self.relu = nn.ReLU(inplace=True)
         self.conv2, self.bn2 = conv(outputs, outputs, 3), nn.BatchNorm2d(outputs)
-        self.downsample = None
+        self.downsample = shortcut
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
@@ -26,10 +26,18 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Images (B, 3, H, W) -> (B, num_classes); with `fc` an identity, the features (B, 8 width), averaged over the image.
+    """Images (B, 3, H, W) -> (B, num_classes).
 
-    layers: blocks in each of the four stages, which have width, 2 width, 4 width, 8 width channels.
+    Replacing `fc` by an identity gives the features (B, 8 width), averaged over the image.
+
+    Args:
+        layers: number of blocks in each of the four stages, which have width, 2 width, 4 width, 8 width channels.
     """
+
+    layer1: nn.Module
+    layer2: nn.Module
+    layer3: nn.Module
+    layer4: nn.Module
 
     def __init__(self, layers: Sequence[int], width: int = 64, num_classes: int = 1000):
         super().__init__()
@@ -44,22 +52,18 @@ class ResNet(nn.Module):
             self.add_module(f"layer{stage + 1}", nn.Sequential(*blocks))
             channels = outputs
         self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
-        self.fc = nn.Linear(channels, num_classes)
+        self.fc: nn.Module = nn.Linear(channels, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     @staticmethod
     def _first_block(inputs: int, outputs: int, stride: int) -> BasicBlock:
-        # The shortcut is made before the block: its random numbers come first in torchvision, and a seed should mean the same here.
-        shortcut = (
-            nn.Sequential(conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
-            if stride != 1 or inputs != outputs
-            else None
-        )
-        block = BasicBlock(inputs, outputs, stride)
-        block.downsample = shortcut
-        return block
+        # torchvision makes the shortcut before the block; the same order gives the same weights for a seed.
+        shortcut = None
+        if stride != 1 or inputs != outputs:
+            shortcut = nn.Sequential(conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
+        return BasicBlock(inputs, outputs, stride, shortcut)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))

@@ -1,9 +1,13 @@
-"""robomimic's encoder of images and numbers, as Diffusion Policy's hybrid policies use it: the same parameters under the same names."""
+"""robomimic's encoder of images and low-dim observations, as used by Diffusion Policy's hybrid policies.
+
+Parameters have robomimic's names.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
 
 import torch
+from einops import rearrange
 from torch import nn
 
 from diffusion_policy.common.errors import ConfigError
@@ -11,16 +15,18 @@ from diffusion_policy.model.vision.crop_randomizer import CropRandomizer
 from diffusion_policy.model.vision.model_getter import get_resnet
 from diffusion_policy.model.vision.multi_image_obs_encoder import with_group_norm
 
+FEATURE_DIMENSION = 64  # of an image, in robomimic
+
 
 class RandomCrop(CropRandomizer):
-    """The random crop in evaluation too, as robomimic 0.2.0 takes it: two predictions from one image differ."""
+    """Takes a random crop in evaluation, too, as robomimic 0.2.0 does: two predictions from one image differ."""
 
     def corners(self, images: torch.Tensor, random: bool) -> tuple[torch.Tensor, torch.Tensor]:
         return super().corners(images, random=True)
 
 
 class ResNet18Conv(nn.Module):
-    """Images (B, 3, H, W) -> features (B, 8 width, ceil(H / 32), ceil(W / 32)): a ResNet-18 without its average and last layer."""
+    """ResNet-18 without pooling and last layer: (B, 3, H, W) -> (B, 8 width, ceil(H / 32), ceil(W / 32))."""
 
     def __init__(self, width: int = 64):
         super().__init__()
@@ -31,10 +37,16 @@ class ResNet18Conv(nn.Module):
 
 
 class SpatialSoftmax(nn.Module):
-    """Features (B, C, H, W) -> keypoints (B, K, 2): where in the image each of K maps, a 1 x 1 convolution of the features, is large.
+    """Features (B, C, H, W) -> keypoints (B, K, 2): the expected image position under each of K attention maps.
 
     (x_k, y_k) = sum_hw p_khw (x_w, y_h),    p_k = softmax_hw(map_k / temperature),    x_w, y_h from -1 to 1
+
+    The maps are a 1 x 1 convolution of the features.
     """
+
+    temperature: torch.Tensor
+    pos_x: torch.Tensor
+    pos_y: torch.Tensor
 
     def __init__(self, input_shape: Sequence[int], num_kp: int = 32):
         super().__init__()
@@ -42,38 +54,43 @@ class SpatialSoftmax(nn.Module):
         self.nets = nn.Conv2d(channels, num_kp, kernel_size=1)
         y, x = torch.meshgrid(torch.linspace(-1, 1, height), torch.linspace(-1, 1, width), indexing="ij")
         self.register_buffer("temperature", torch.ones(1))
-        self.register_buffer("pos_x", x.reshape(1, -1))
-        self.register_buffer("pos_y", y.reshape(1, -1))
+        self.register_buffer("pos_x", rearrange(x, "h w -> 1 (h w)"))
+        self.register_buffer("pos_y", rearrange(y, "h w -> 1 (h w)"))
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        attention = (self.nets(features).flatten(2) / self.temperature).softmax(dim=-1)  # (B, K, H * W)
+        maps = rearrange(self.nets(features), "b k h w -> b k (h w)")
+        attention = (maps / self.temperature).softmax(dim=-1)
         return torch.stack([(attention * self.pos_x).sum(-1), (attention * self.pos_y).sum(-1)], dim=-1)
 
 
 class VisualCore(nn.Module):
-    """Images (B, 3, H, W) -> (B, 64): Linear(keypoints of the ResNet's features).
+    """Images (B, 3, H, W) -> (B, FEATURE_DIMENSION): Linear(keypoints of the ResNet's features).
 
-    `backbone` and `pool` are also the first two of `nets`: a state dict has them under both names, as robomimic's checkpoints do.
+    `backbone` and `pool` are also the first two entries of `nets`: a state dict has them under both names, as
+    robomimic's checkpoints do.
     """
 
-    def __init__(self, input_shape: Sequence[int], feature_dimension: int = 64, num_kp: int = 32, width: int = 64):
+    def __init__(self, input_shape: Sequence[int], num_kp: int = 32, width: int = 64):
         super().__init__()
         self.backbone = ResNet18Conv(width)
         self.pool = SpatialSoftmax((8 * width, *(math.ceil(size / 32) for size in input_shape[1:])), num_kp)
-        self.nets = nn.Sequential(self.backbone, self.pool, nn.Flatten(), nn.Linear(2 * num_kp, feature_dimension))
+        self.nets = nn.Sequential(self.backbone, self.pool, nn.Flatten(), nn.Linear(2 * num_kp, FEATURE_DIMENSION))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.nets(images)
 
 
 class ObservationEncoder(nn.Module):
-    """{key: (B, *shape)} -> (B, F): relu(VisualCore(crop(image))) for images, numbers as they are, in the order of shape_meta.
+    """{key: (B, *shape)} -> (B, F), concatenated in the order of shape_meta.
 
-    shape_meta: {'obs': {key: {shape, type: rgb | low_dim}}}; low_dim if no type is given.
-    crop_shape: (height, width) of the crops, random in training; null for whole images.
-    obs_encoder_group_norm: replaces batch normalisation by groups of 16 channels.
-    eval_fixed_crop: the central crop in evaluation. Without it the crop is random there as well, which is robomimic's way.
-    width: of the ResNet's first stage; 64 is robomimic's.
+    Images become relu(VisualCore(crop(image))); low-dim observations are not changed.
+
+    Args:
+        shape_meta: {'obs': {key: {shape, type: rgb | low_dim}}}; the default type is low_dim.
+        crop_shape: (height, width) of the crops, random in training; None for whole images.
+        obs_encoder_group_norm: replace batch normalisation by groups of 16 channels.
+        eval_fixed_crop: take the central crop in evaluation. Without it the crop is random there, too, as in robomimic.
+        width: channels of the ResNet's first stage; 64 in robomimic.
     """
 
     def __init__(
@@ -90,11 +107,12 @@ class ObservationEncoder(nn.Module):
         for key, entry in shape_meta["obs"].items():
             kind, shape = entry.get("type", "low_dim"), self.obs_shapes[key]
             if kind not in ("rgb", "low_dim"):
-                raise ConfigError(f"shape_meta.obs.{key}.type is rgb or low_dim, not {kind!r}.")
+                raise ConfigError(f"shape_meta.obs.{key}.type must be rgb or low_dim, not {kind!r}.")
             if kind == "low_dim":
                 continue
             if crop_shape is not None:
-                self.obs_randomizers[key] = (CropRandomizer if eval_fixed_crop else RandomCrop)(shape, *crop_shape)
+                crop = CropRandomizer if eval_fixed_crop else RandomCrop
+                self.obs_randomizers[key] = crop(shape, crop_shape[0], crop_shape[1])
                 shape = (shape[0], *crop_shape)
             core = VisualCore(shape, width=width)
             self.obs_nets[key] = with_group_norm(core) if obs_encoder_group_norm else core
@@ -117,9 +135,7 @@ class ObservationEncoder(nn.Module):
 
     def output_shape(self) -> list[int]:
         """[F]"""
-        return [
-            sum(
-                self.obs_nets[key].nets[-1].out_features if key in self.obs_nets else math.prod(shape)
-                for key, shape in self.obs_shapes.items()
-            )
-        ]
+        sizes = (
+            FEATURE_DIMENSION if key in self.obs_nets else math.prod(shape) for key, shape in self.obs_shapes.items()
+        )
+        return [sum(sizes)]
