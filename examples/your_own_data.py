@@ -17,7 +17,7 @@ import torch
 
 from diffusion_policy.common.replay_buffer import ReplayBuffer
 from diffusion_policy.dataset.base_dataset import BaseLowdimDataset, WindowedDataset, check_steps
-from diffusion_policy.model.diffusion.mip_networks import ResidualMLP, StateEncoder
+from diffusion_policy.model.mip.networks import ResidualMLP, StateEncoder
 from idp_workspace.policy import IDPPolicy
 
 OBS_DIM, ACTION_DIM = 4, 2  # position and goal; velocity

@@ -12,26 +12,30 @@ An objective is a dataclass of options, how to compute the loss, and how to samp
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
 from diffusion_policy.model.common.normalizer import LinearNormalizer
-from diffusion_policy.model.diffusion.mip_networks import ChiTransformer, ChiUnet, ResidualMLP, StateEncoder
+from diffusion_policy.model.mip.networks import ChiTransformer, ChiUnet, ResidualMLP, StateEncoder
+from idp_workspace.options import Above, Options
 from idp_workspace.policy.base import GeneratorPolicy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HuberOptions(Options):
+    """Options of the objective; construction checks types and bounds."""
+
+    delta: Annotated[float, Above(0)] = 0.1
+    loss_scale: float = 1.0
 
 
 class HuberPolicy(GeneratorPolicy):
     """L = scale mean huber(f(o, 0, 0) - a*): quadratic below `delta`, linear above. It acts with the same call."""
 
-    @dataclasses.dataclass(frozen=True)
-    class Options:
-        delta: float = 0.1
-        loss_scale: float = 1.0
-
-        def __post_init__(self) -> None:
-            if self.delta <= 0:
-                raise ValueError(f"delta={self.delta} must be positive")
+    Options = HuberOptions
+    options: HuberOptions
 
     def loss(self, cond: Tensor, actions: Tensor) -> Tensor:
         """Compute the scalar loss from the encoded observation and normalised expert chunks (B, H, D)."""
