@@ -1,4 +1,4 @@
-"""python train.py --config-name=train_idp_transformer_lowdim [preset=paper|cpu|debug] [any=override ...]"""
+"""python train.py objective=idp backbone=transformer modality=lowdim preset=cpu; --help lists all choices."""
 
 from diffusion_policy.scripts.train import main
 

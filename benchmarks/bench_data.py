@@ -18,7 +18,7 @@ from benchmarks.common import TrainingStep, interleaved, make_policy, ratio, row
 from benchmarks.data import write_robomimic
 from benchmarks.soak import measure
 from diffusion_policy.common.batch_stream import BatchStream
-from diffusion_policy.common.config_util import config_dir, project_path, register_resolvers
+from diffusion_policy.common.config_util import config_dir, project_path, register_configs, register_resolvers
 from diffusion_policy.common.replay_buffer import ReplayBuffer
 from diffusion_policy.dataset.pusht_dataset import PushTStateDataset
 
@@ -107,6 +107,7 @@ def _share(dataset, batch: int, rounds: int, source: str) -> dict:
 def image_config(path: str) -> DictConfig:
     """A small run on images of two cameras."""
     register_resolvers()
+    register_configs()
     with hydra.initialize_config_dir(str(config_dir()), version_base=None):
         return hydra.compose(
             "train_idp_transformer_image", ["task=lift_ph_image", "preset=cpu", f"task.dataset_path={path}"]

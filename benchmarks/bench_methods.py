@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from benchmarks.common import TrainingStep, compose, interleaved, make_policy, ratio, row
 from diffusion_policy.common import checkpoint_io
-from diffusion_policy.common.config_util import config_dir
+from diffusion_policy.common.config_util import config_names
 from idp_workspace.workspace.train_distillation_workspace import teacher_config
 
 #: Large enough that the network, not the optimiser, is what costs.
@@ -17,11 +17,9 @@ BATCHES = {"transformer": 16, "unet": 16, "mlp": 256}
 
 
 def methods(backbone: str) -> list[str]:
-    """All that have a configuration train_<method>_<backbone>_lowdim, regression first."""
-    names = [
-        path.stem.removeprefix("train_").removesuffix(f"_{backbone}_lowdim")
-        for path in sorted(config_dir().glob(f"train_*_{backbone}_lowdim.yaml"))
-    ]
+    """All methods with a config train_<method>_<backbone>_lowdim, regression first."""
+    suffix = f"_{backbone}_lowdim"
+    names = [name.removeprefix("train_").removesuffix(suffix) for name in config_names() if name.endswith(suffix)]
     return ["regression", *(name for name in names if name != "regression")]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import Still, cpu_ratio, interleaved, make_policy, peak_bytes, row, steps_per_s
-from diffusion_policy.common.config_util import config_dir, register_resolvers
+from diffusion_policy.common.config_util import config_dir, register_configs, register_resolvers
 from diffusion_policy.common.point_cloud import farthest_points, points_in_view
 from diffusion_policy.env.metaworld.metaworld_wrapper import MetaWorldEnv
 from diffusion_policy.env_runner.metaworld_runner import MetaworldRunner
@@ -88,6 +88,7 @@ def frames(rounds: int) -> list[dict]:
 def small_policy(obs: dict[str, np.ndarray]):
     """IDP with the small preset, for such observations {key: (To, *shape)}."""
     register_resolvers()
+    register_configs()
     with hydra.initialize_config_dir(str(config_dir()), version_base=None):
         cfg = hydra.compose(
             "train_idp_mlp_pointcloud",

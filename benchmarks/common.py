@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
-from diffusion_policy.common.config_util import config_dir, register_resolvers
+from diffusion_policy.common.config_util import config_dir, register_configs, register_resolvers
 from diffusion_policy.model.common.normalizer import LinearNormalizer
 
 COMPARE = {"<=": operator.le, "<": operator.lt, ">=": operator.ge, ">": operator.gt}
@@ -115,6 +115,7 @@ def free_bytes() -> float:
 def compose(config: str, *overrides: str, obs_dim: int = 19, action_dim: int = 10) -> DictConfig:
     """Compose a configuration at the paper's size. Observation and action sizes default to those of a robot arm."""
     register_resolvers()
+    register_configs()
     sizes = ("preset=paper", f"task.obs_dim={obs_dim}", f"task.action_dim={action_dim}")
     with hydra.initialize_config_dir(str(config_dir()), version_base=None):
         return hydra.compose(config, [*sizes, *overrides])

@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 from benchmarks.data import write_pusht
 from diffusion_policy.common import checkpoint_io
-from diffusion_policy.common.config_util import config_dir, register_resolvers
+from diffusion_policy.common.config_util import config_dir, register_configs, register_resolvers
 from diffusion_policy.common.errors import StorageError
 from diffusion_policy.common.json_logger import JsonLogger, read_json_log
 from diffusion_policy.workspace.train_workspace import TrainWorkspace
@@ -77,6 +77,7 @@ def compose(name: str, data: pathlib.Path) -> tuple[DictConfig, list[str]]:
     config, *own = SCENARIOS[name]
     overrides = [*COMMON, *own, f"task.dataset.zarr_path={data}"]
     register_resolvers()
+    register_configs()
     with hydra.initialize_config_dir(str(config_dir()), version_base=None):
         cfg = hydra.compose(config, overrides)
     OmegaConf.resolve(cfg)

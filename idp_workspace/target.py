@@ -18,19 +18,19 @@ if TYPE_CHECKING:  # policies import this module
 class TargetNetwork:
     """Exponential moving average of a policy's networks:  target <- rate * target + (1 - rate) * online.
 
-    The copies are registered in the policy as `target_model` and `target_obs_encoder`, so that they are saved with it and follow
-    its device; they take no gradient. `generator` is the policy's generator over them.
+    The copies are registered in the policy as `target_model` and `target_obs_encoder`, so that they are saved with it
+    and follow its device. They take no gradient. `generator` is the policy's generator over them.
     """
 
     def __init__(self, policy: GeneratorPolicy):
-        policy.target_model = copy.deepcopy(policy.model).requires_grad_(False)
-        policy.target_obs_encoder = None
-        if policy.obs_encoder is not None:
-            policy.target_obs_encoder = copy.deepcopy(policy.obs_encoder).requires_grad_(False)
+        model, encoder = copy.deepcopy(policy.model), copy.deepcopy(policy.obs_encoder)
+        for network in (model, encoder):
+            if network is not None:
+                network.requires_grad_(False)
+        policy.add_module("target_model", model)
+        policy.add_module("target_obs_encoder", encoder)
         self.online = policy.generator
-        self.generator = dataclasses.replace(
-            policy.generator, model=policy.target_model, obs_encoder=policy.target_obs_encoder
-        )
+        self.generator = dataclasses.replace(policy.generator, model=model, obs_encoder=encoder)
 
     @torch.no_grad()
     def update(self, rate: float) -> None:
@@ -39,17 +39,17 @@ class TargetNetwork:
             (self.generator.model, self.online.model),
             (self.generator.obs_encoder, self.online.obs_encoder),
         ):
-            if slow is None:
+            if slow is None or fast is None:
                 continue
-            for p, q in zip(slow.parameters(), fast.parameters()):
-                p.lerp_(q, 1 - rate)
-            for p, q in zip(slow.buffers(), fast.buffers()):
-                p.copy_(q)
+            for mean, p in zip(slow.parameters(), fast.parameters(), strict=True):
+                mean.lerp_(p, 1 - rate)
+            for mine, buffer in zip(slow.buffers(), fast.buffers(), strict=True):
+                mine.copy_(buffer)
 
 
 @contextlib.contextmanager
 def fixed_parameters(network: nn.Module) -> Iterator[None]:
-    """Graphs that are built inside treat the network's parameters as constants."""
+    """Treat the network's parameters as constants in graphs that are built inside."""
     trained = [p for p in network.parameters() if p.requires_grad]
     for p in trained:
         p.requires_grad_(False)

@@ -9,15 +9,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.data import write_point_clouds, write_pusht
 from benchmarks.faults import equal
-from diffusion_policy.common.config_util import register_resolvers
+from diffusion_policy.common.config_util import register_configs, register_resolvers
 from diffusion_policy.model.common.normalizer import LinearNormalizer
 
 __all__ = ["ROOT", "equal", "load_config", "train_here", "unit_normalizer", "write_point_clouds", "write_pusht"]
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 register_resolvers()
+register_configs()
 
 
 def load_config(name: str, *overrides: str) -> DictConfig:
+    """Compose and resolve a config by name."""
     with initialize_config_dir(str(ROOT / "config"), version_base=None):
         cfg = compose(name, overrides=list(overrides))
     OmegaConf.resolve(cfg)

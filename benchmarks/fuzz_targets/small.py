@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from diffusion_policy.common.config_util import config_dir, get_class, register_resolvers
+from diffusion_policy.common.config_util import config_dir, get_class, register_configs, register_resolvers
 from diffusion_policy.common.replay_buffer import ReplayBuffer
 from diffusion_policy.workspace.base_workspace import BaseWorkspace
 
 torch.set_num_threads(1)
 register_resolvers()
+register_configs()
 
 
 def write_pusht(path: pathlib.Path) -> pathlib.Path:

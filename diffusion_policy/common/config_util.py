@@ -1,20 +1,29 @@
-"""Where configurations live, and the resolvers they use."""
+"""Where the configs are, the names they have, the resolvers they use, and objects built from their sections."""
 
 from __future__ import annotations
 
 import ast
 import operator
 import pathlib
-from typing import Any
+from collections.abc import Iterable
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 import hydra
-import torch
+from hydra.core.config_store import ConfigStore
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from diffusion_policy.common.errors import ConfigError, UserError
 
+if TYPE_CHECKING:  # importing torch takes seconds, which `train.py --help` does not need
+    import torch
+
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
+#: A config name is train_<objective>_<backbone>_<modality>: one choice from each of these groups.
+GRID = ("objective", "backbone", "modality")
+#: A choice whose comment lines contain this one is not combined with all others into config names.
+NOT_IN_GRID = "# grid: false"
 
 _OPERATORS = {
     ast.Add: operator.add,
@@ -37,9 +46,10 @@ _NAMES = {"None": None, "null": None, "True": True, "true": True, "False": False
 
 
 def evaluate(expression: Any) -> Any:
-    """The `eval` resolver of configs: arithmetic, comparisons, and/or/not, `a if c else b`; numbers and strings.
+    """Compute the `eval` resolver: arithmetic, comparisons, and/or/not, `a if c else b`; numbers and strings.
 
-    Upstream hands the text to Python's eval. A config can come from a stranger inside a checkpoint, so here nothing can be called.
+    Upstream passes the text to Python's eval. A config can come from a stranger, inside a checkpoint, so this
+    resolver calls nothing.
     """
     if not isinstance(expression, str):
         return expression
@@ -79,27 +89,94 @@ def evaluate(expression: Any) -> Any:
 
 
 def project_path(relative: str) -> str:
-    """The `project` resolver: a file of the repository, also when the command is run from elsewhere.
+    """Compute the `project` resolver: a file of the repository, also when the command runs in another folder.
 
-    A path that exists below the current folder wins, as it does upstream.
+    A path that exists below the current folder has priority, as upstream.
     """
     inside = PACKAGE.parent / relative
     return str(inside) if inside.exists() and not pathlib.Path(relative).exists() else relative
 
 
 def register_resolvers() -> None:
+    """Register the resolvers `eval` and `project`."""
     OmegaConf.register_new_resolver("eval", evaluate, replace=True)
     OmegaConf.register_new_resolver("project", project_path, replace=True)
 
 
 def config_dir() -> pathlib.Path:
-    """`config/` of a checkout, or the copy inside an installed package."""
+    """Return `config/` of a checkout, or its copy inside an installed package."""
     checkout = PACKAGE.parent / "config"
     return checkout if checkout.is_dir() else PACKAGE / "config"
 
 
+# ---------------------------------------------------------------------- names of configs
+def groups() -> list[str]:
+    """Names of the config groups that a user chooses from."""
+    return sorted(path.name for path in config_dir().iterdir() if path.is_dir() and path.name != "common")
+
+
+def choices(group: str, folders: Iterable[pathlib.Path] = ()) -> dict[str, pathlib.Path]:
+    """Return the files of a config group by name: those that ship, then those of further config folders."""
+    files = [path for folder in (config_dir(), *folders) for path in sorted((folder / group).glob("*.yaml"))]
+    return {path.stem: path for path in reversed(files)}
+
+
+def comments(path: pathlib.Path) -> list[str]:
+    """Return the comment lines that a file starts with, without Hydra's package header."""
+    lines: list[str] = []
+    for line in path.read_text().splitlines():
+        if not line.startswith("#"):
+            break
+        if not line.startswith("# @"):
+            lines.append(line)
+    return lines
+
+
+def grid(folders: Iterable[pathlib.Path] = ()) -> dict[str, tuple[str, ...]]:
+    """Return the config names of the grid, each with its choice from every group of GRID."""
+    axes = [
+        [name for name, path in sorted(choices(group, folders).items()) if NOT_IN_GRID not in comments(path)]
+        for group in GRID
+    ]
+    return {"_".join(("train", *chosen)): chosen for chosen in product(*axes)}
+
+
+def config_names(folders: Iterable[pathlib.Path] = ()) -> list[str]:
+    """Return every name that `--config-name` accepts: the files in the config folders and the grid."""
+    folders = tuple(folders)
+    files = {path.stem for folder in (config_dir(), *folders) for path in folder.glob("*.yaml")}
+    return sorted(files | set(grid(folders)))
+
+
+def register_configs(folders: Iterable[pathlib.Path] = ()) -> None:
+    """Register the grid in Hydra's ConfigStore, so that every combination has a config name.
+
+    train_flow_unet_image is `train` with objective=flow, backbone=unet and modality=image. The group `run_name`
+    gives the same name to `train` when the three are chosen on the command line.
+
+    Args:
+        folders: further config folders (`--config-dir`), whose objectives and backbones join the grid.
+    """
+    folders = tuple(folders)
+    store = ConfigStore.instance()
+    for chosen in product(*(choices(group, folders) for group in GRID)):
+        key = "_".join(chosen)
+        store.store(group="run_name", name=key, node={"name": f"train_{key}"}, package="_global_")
+    for name, chosen in grid(folders).items():
+        if not (config_dir() / f"{name}.yaml").exists():
+            overrides = [{f"override {group}": choice} for group, choice in zip(GRID, chosen, strict=True)]
+            store.store(name=name, node={"defaults": ["train", *overrides, "_self_"], "name": name})
+
+
+# ---------------------------------------------------------------------- objects from sections
 def resolve_device(name: str) -> torch.device:
-    """`auto` is cuda, then mps, then cpu; a named device that is not there is an error."""
+    """Return the named device; `auto` is cuda, then mps, then cpu.
+
+    Raises:
+        ConfigError: this machine does not have the device.
+    """
+    import torch
+
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")
@@ -115,9 +192,8 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-# ---------------------------------------------------------------------- objects from sections
 def section(cfg: DictConfig, name: str) -> DictConfig:
-    """cfg.<name>, which must be a section."""
+    """Return cfg.<name>, which must be a section."""
     value = OmegaConf.select(cfg, name)
     if not OmegaConf.is_dict(value):
         raise ConfigError(f"{name} must be a section of the config, not {value!r}")
@@ -125,7 +201,11 @@ def section(cfg: DictConfig, name: str) -> DictConfig:
 
 
 def build(cfg: DictConfig, name: str, **arguments: Any) -> Any:
-    """The object that the section cfg.<name> describes; raises the UserError that its maker raised, or a ConfigError that says what failed."""
+    """Build the object that the section cfg.<name> describes.
+
+    Raises:
+        UserError: the one that the constructor raised, or a ConfigError with the reason of the failure.
+    """
     described = section(cfg, name)
     if "_target_" not in described:
         raise ConfigError(f"{name} has no _target_, the class to build it from")
@@ -137,13 +217,13 @@ def build(cfg: DictConfig, name: str, **arguments: Any) -> Any:
             cause = cause.__cause__
         if isinstance(cause, (UserError, MemoryError)):
             raise cause from error
-        # Messages of our own say what to do; others need their type to be understood.
+        # Our messages explain what to do; others need their type to be understood.
         text = str(cause) if isinstance(cause, (ValueError, TypeError)) else f"{type(cause).__name__}: {cause}"
         raise ConfigError(f"{name} cannot be built: {text}") from error
 
 
 def get_class(target: Any, base: type) -> type:
-    """The class with the dotted name `target`, which must be a `base`."""
+    """Return the class with the dotted name `target`, which must be a subclass of `base`."""
     try:
         kind = hydra.utils.get_class(target)
     except (ImportError, ValueError, TypeError, AttributeError) as error:

@@ -1,6 +1,15 @@
-"""Every shipped configuration: composes, builds at full size, and trains, checkpoints and evaluates at the smallest."""
+"""Every config: composes to the recorded values, builds at full size, and trains and evaluates at the smallest.
 
+tests/golden/configs.json holds a hash of every composed config. After an intended change, write it anew with
+`python -m tests.integration.test_configs`, and name the change in the commit.
+"""
+
+import hashlib
 import json
+import os
+import re
+import subprocess
+import sys
 
 import hydra
 import pytest
@@ -8,14 +17,16 @@ import torch
 from omegaconf import OmegaConf
 
 from diffusion_policy.common import checkpoint_io
+from diffusion_policy.common.config_util import GRID, choices, comments, config_names, grid
 from diffusion_policy.common.errors import ConfigError
 from diffusion_policy.scripts import eval as eval_script
+from tests import golden
 from tests.util import ROOT, load_config, train_here, write_point_clouds, write_pusht
 
 UPSTREAM_IMAGE = [
     f"train_diffusion_{name}_workspace" for name in ("unet_hybrid", "transformer_hybrid", "unet_image")
 ]  # in test_hybrid_policies.py
-NAMES = sorted(path.stem for path in (ROOT / "config").glob("train_*.yaml") if path.stem not in UPSTREAM_IMAGE)
+NAMES = [name for name in config_names() if name != "train" and name not in UPSTREAM_IMAGE]
 IMAGE = [name for name in NAMES if name.endswith("_image")]
 DP3 = ["train_dp3", "train_simple_dp3"]
 POINTCLOUD = [name for name in NAMES if name.endswith("_pointcloud") or name in DP3]
@@ -30,6 +41,131 @@ NAMED = [
         for backbone in ("transformer", "unet", "mlp")
     ),
 ]
+
+
+GOLDEN = ROOT / "tests/golden/configs.json"
+PRESETS = ("paper", "cpu", "debug")
+
+
+def digest(name, *overrides):
+    """Return a hash of all values of a composed config, wherever the repository is and whatever the time."""
+    text = json.dumps(OmegaConf.to_container(load_config(name, *overrides)), sort_keys=True)
+    text = re.sub(r"\d{4}\.\d\d\.\d\d[-/]\d\d\.\d\d\.\d\d", "NOW", text.replace(f"{ROOT}/", ""))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return json.loads(GOLDEN.read_text())
+
+
+def test_the_recorded_names_are_all_names(recorded):
+    assert sorted(recorded) == [name for name in config_names() if name != "train"]
+    assert len(recorded) == 45 * 3 + len(DP3) + len(UPSTREAM) + len(UPSTREAM_IMAGE)
+    assert len(list((ROOT / "config").rglob("*.yaml"))) < 110
+
+
+@pytest.mark.parametrize("name", [name for name in config_names() if name != "train"])
+def test_composes_to_the_recorded_values(name, recorded):
+    preset = PRESETS[sum(map(ord, name)) % 3]  # one of the three, to save time
+    assert recorded[name][preset] == digest(name, f"preset={preset}"), f"{name} preset={preset} has changed"
+
+
+@pytest.mark.parametrize("name, chosen", grid().items())
+def test_three_choices_equal_the_named_config(name, chosen, recorded):
+    overrides = [f"{group}={choice}" for group, choice in zip(GRID, chosen, strict=True)]
+    preset = PRESETS[(sum(map(ord, name)) + 1) % 3]  # another preset than in the test above
+    assert recorded[name][preset] == digest("train", *overrides, f"preset={preset}")
+
+
+def test_choices_override_each_other_as_before():
+    """A named config keeps its name; task, encoder and the values of a pair follow what is chosen."""
+    assert load_config("train").name == "train_idp_transformer_lowdim"
+    cfg = load_config("train_idp_mlp_lowdim", "objective=flow")
+    assert cfg.name == "train_idp_mlp_lowdim" and cfg.policy._target_.endswith("FlowMatchingPolicy")
+    assert load_config("train", "modality=image", "task=can_ph_image").task.name == "can_ph_image"
+    assert load_config("train", "modality=pointcloud").policy.obs_encoder._target_.endswith("DP3Encoder")
+    cfg = load_config("train", "encoder=pointcloud", "task=metaworld")
+    assert cfg.policy.obs_encoder._target_.endswith("DP3Encoder") and cfg.horizon == 4
+    scales = [
+        load_config("train", "objective=consistency", f"backbone={backbone}").policy.time_scale
+        for backbone in ("mlp", "unet")
+    ]
+    assert scales == [0.25, 250.0]
+    assert load_config("train", "objective=edm_teacher").name == "train_edm_teacher_transformer_lowdim"
+
+
+def test_every_file_starts_with_a_line_that_describes_it():
+    for path in (ROOT / "config").rglob("*.yaml"):
+        assert comments(path) and len(comments(path)[0]) > 10, path
+    assert not {name for name in grid() if "dp3" in name or "edm_teacher" in name}
+    pairs = {f"{objective}_{backbone}" for objective in choices("objective") for backbone in choices("backbone")}
+    assert set(choices("pair")) <= pairs
+
+
+def test_studies_name_configs_that_exist():
+    for path in (ROOT / "benchmarks/studies").glob("*.yaml"):
+        named = set(re.findall(r"\bconfig: (\w+)", path.read_text()))
+        assert named <= set(config_names()), path
+
+
+def command(*arguments, cwd=ROOT):
+    return subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help_lists_every_choice_without_importing_torch(arguments):
+    code = "import sys; from diffusion_policy.scripts.train import main; main(); assert 'torch' not in sys.modules"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    for group in ("objective", "backbone", "modality", "task", "preset", "ablation"):
+        for name, path in choices(group).items():
+            first = comments(path)[0].removeprefix("# ")
+            assert re.search(rf"^(  \*|   ) {name} +{re.escape(first)}$", done.stdout, re.MULTILINE), (group, name)
+    assert "train_dp3" in done.stdout and max(map(len, done.stdout.splitlines())) <= 120
+    assert "== Config groups ==" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["--config-name=train_flow_unet_imag"], "train_flow_unet_image"),
+        (["objective=naive_drifing"], "naive_drifting"),
+        (["task=pusht_stat", "preset=debug"], "pusht_state"),
+    ],
+)
+def test_a_misspelt_name_gets_the_nearest(arguments, expected):
+    done = command(*arguments)
+    assert done.returncode == 2 and expected in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_folder_of_the_user_joins_the_grid(tmp_path):
+    (tmp_path / "objective").mkdir()
+    (tmp_path / "objective/mine.yaml").write_text(
+        "# @package _global_\n# Mine.\npolicy: {_target_: idp_workspace.policy.RegressionPolicy, loss_scale: 0.2}\n"
+    )
+    (tmp_path / "own.yaml").write_text(
+        "defaults: [train_flow_mlp_lowdim, override objective: mine, _self_]\nname: own\n"
+    )
+    for arguments, name in (
+        (["objective=mine", "backbone=unet"], "train_mine_unet_lowdim"),
+        (["--config-name=train_mine_mlp_image"], "train_mine_mlp_image"),
+        (["--config-name=own"], "own"),
+    ):
+        done = command("--config-dir", str(tmp_path), *arguments, "--cfg", "job")
+        assert done.returncode == 0, done.stderr
+        assert f"name: {name}\n" in done.stdout and "loss_scale: 0.2" in done.stdout
+    assert " mine " in command("--config-dir", str(tmp_path), "--help").stdout
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +294,10 @@ def test_intervals_count_epochs_from_one_and_include_the_last(tmp_path, data):
         "lambda_schedule=ramp",
     )
     lines = [json.loads(line) for line in (tmp_path / "run/logs.json.txt").read_text().splitlines()]
-    epochs = lambda key: [line["epoch"] + 1 for line in lines if key in line]
+
+    def epochs(key):
+        return [line["epoch"] + 1 for line in lines if key in line]
+
     assert epochs("test/mean_score") == [2, 4, 5] and epochs("val_loss") == [3, 5]
 
 
@@ -208,9 +347,8 @@ def test_the_paper_s_preset_has_the_paper_s_values():
 
 
 @pytest.mark.parametrize("name", UPSTREAM)
-def test_upstream_configurations_have_upstream_s_values(name, golden):
-    reference = json.loads((golden / "resolved_configs.json").read_text())["workspaces"][name]
-    reference = reference.get("config", reference)
+def test_upstream_configurations_have_upstream_s_values(name):
+    reference = golden.read("resolved_configs")["workspaces"][name]
 
     def flat(value, prefix=""):
         if not isinstance(value, dict):
@@ -438,8 +576,8 @@ def test_one_file_describes_all_tasks_of_a_suite(overrides, points, state, actio
 def test_dp3_has_its_sizes_and_its_sampler():
     with torch.device("meta"):
         large, small = (hydra.utils.instantiate(load_config(name).policy) for name in DP3)
-    millions = lambda policy: sum(p.numel() for p in policy.parameters()) / 1e6
-    assert 255 < millions(large) < 256 and 7 < millions(small) < 8
+    millions = [sum(p.numel() for p in policy.parameters()) / 1e6 for policy in (large, small)]
+    assert 255 < millions[0] < 256 and 7 < millions[1] < 8
     for policy in (large, small):
         assert (
             policy.nfe == 10 and policy.train_steps == 100 and policy.noise_scheduler.config.prediction_type == "sample"
@@ -474,3 +612,9 @@ def test_a_policy_trained_without_a_simulator_cannot_be_evaluated(tmp_path, clou
             f"task.zarr_path={clouds}",
             "task.env_runner=none",
         )
+
+
+if __name__ == "__main__":
+    hashes = {name: {p: digest(name, f"preset={p}") for p in PRESETS} for name in config_names() if name != "train"}
+    GOLDEN.parent.mkdir(exist_ok=True)
+    GOLDEN.write_text("{\n" + ",\n".join(f"{json.dumps(n)}: {json.dumps(v)}" for n, v in hashes.items()) + "\n}\n")
