@@ -1,7 +1,7 @@
-"""Run the benchmarks, print a table and write it down.
+"""Run the benchmarks, print a table and write it to a file.
 
-A missed target is said in the table; it is no error, because a busy machine can miss one. The targets are ratios, measured in
-interleaved rounds, so that they mean the same on another machine.
+The table marks a missed target, but it is not an error: a busy machine can miss one. The targets are ratios measured in
+interleaved rounds, so that they are comparable between machines.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BENCHMARKS = {
 
 
 def machine() -> dict:
-    """Where and with what the numbers were measured."""
+    """The machine and the versions of a measurement."""
     import torch
 
     from diffusion_policy.common.checkpoint_io import versions
@@ -49,19 +49,19 @@ def machine() -> dict:
 
 
 def table(rows: list[dict]) -> str:
-    """The rows as text: what, value, target, met."""
+    """Format the rows as text: what, value, target, met."""
     cells = [("what", "value", "target", "met")]
     for r in rows:
         value = "not measured" if r["value"] is None else f"{r['value']:.3g} {r['unit']}".rstrip()
         cells.append((r["name"], value, r["target"] or "", {True: "yes", False: "NO", None: ""}[r["met"]]))
     widths = [max(len(line[i]) for line in cells) for i in range(4)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in cells]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
     lines.insert(1, "-" * (sum(widths) + 6))
     return "\n".join(lines)
 
 
 def write(path: str | os.PathLike, rows: list[dict], about: dict) -> None:
-    """{command, date, cpu, ..., rows} as JSON, complete or not at all."""
+    """Write {command, date, cpu, ..., rows} as JSON, atomically."""
     from diffusion_policy.common.checkpoint_io import write_atomically
 
     text = json.dumps({**about, "rows": rows}, indent=2) + "\n"
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     unknown = [name for name in arguments.names if name not in BENCHMARKS]
     if unknown:
-        parser.error(f"there is no benchmark {', '.join(unknown)}; there are: {', '.join(BENCHMARKS)}")
+        parser.error(f"unknown benchmark {', '.join(unknown)}; choose from {', '.join(BENCHMARKS)}")
 
     command = "python -m benchmarks " + " ".join(sys.argv[1:] if argv is None else argv)
     about = {"command": command.strip(), "quick": arguments.quick, **machine()}
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
     for name in arguments.names or BENCHMARKS:
         print(f"{name}: {BENCHMARKS[name]} ...", file=sys.stderr, flush=True)
         rows += importlib.import_module(f"benchmarks.bench_{name}").run(arguments.quick)
-        write(arguments.output, rows, about)  # after each, so that an interrupted run keeps what it has
+        write(arguments.output, rows, about)  # after each one, so that an interrupted run keeps its results
     print(table(rows))
     print(f"written to {arguments.output}")
 

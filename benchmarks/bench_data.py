@@ -1,4 +1,4 @@
-"""Fetching a batch: its share of a training step, and the gain over collecting it sample by sample; memory of a dataset of images."""
+"""Fetching a batch: its share of a training step, the speedup over single samples, the memory of an image dataset."""
 
 import contextlib
 import itertools
@@ -29,7 +29,7 @@ IMAGE_LENGTH = 100  # steps of an episode with images
 
 @contextlib.contextmanager
 def demonstrations():
-    """(path, description) of the demonstrations of the project, or of random ones of their size."""
+    """(path, description) of the project's demonstrations, or of random ones of the same size."""
     path = project_path(DEMOS)
     if os.path.exists(path):
         yield path, DEMOS
@@ -48,7 +48,7 @@ def demonstrations():
 
 
 def pass_task(stream: BatchStream):
-    """A function that fetches all batches of a pass: a whole pass, so that its shuffling is part of the price."""
+    """A function that fetches all batches of a pass. A whole pass, so that shuffling is included."""
     batches = stream.batches()
 
     def fetch_pass():
@@ -75,7 +75,8 @@ def _gain(dataset, batch: int, rounds: int, source: str) -> dict:
         ratio(times["samples"], times["pass"]) * count,
         "x",
         ">= 20",
-        f"fetch {1e3 * times['pass'].median / count:.3f} ms, sample by sample {1e3 * times['samples'].median:.2f} ms; {source}",
+        f"fetch {1e3 * times['pass'].median / count:.3f} ms, sample by sample {1e3 * times['samples'].median:.2f} ms; "
+        f"{source}",
     )
 
 
@@ -113,10 +114,10 @@ def image_config(path: str) -> DictConfig:
         )
 
 
-def print_memory(path: str):
-    """In a process of its own: what opening a dataset of images and a pass over it add to this process's memory."""
+def print_memory(path: str) -> None:
+    """Print the memory that opening an image dataset and a pass over it add to this process. Run in a new process."""
     cfg = image_config(path)
-    hydra.utils.get_class(cfg.task.dataset._target_)  # imported before the first look
+    hydra.utils.get_class(cfg.task.dataset._target_)  # imported before the first measurement
     before = measure(os.getpid())
     dataset = hydra.utils.instantiate(cfg.task.dataset, max_train_episodes=None)
     opened = measure(os.getpid())
@@ -143,7 +144,7 @@ def _image_memory(sizes: list[int]) -> dict:
                 pathlib.Path(folder) / f"{steps}.hdf5", lengths=[IMAGE_LENGTH] * (steps // IMAGE_LENGTH)
             )
             code = f"from benchmarks.bench_data import print_memory; print_memory({str(path)!r})"
-            # Buffers of this size and more are returned when they are freed, so that what is left is held.
+            # Freed buffers of this size or more are returned to the system, so that only memory in use is counted.
             done = subprocess.run(
                 [sys.executable, "-c", code],
                 stdout=subprocess.PIPE,
@@ -153,20 +154,23 @@ def _image_memory(sizes: list[int]) -> dict:
                 env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
             )
             found.append(json.loads(done.stdout.splitlines()[-1]))
-    megabytes = lambda key: " / ".join(f"{entry[key] / 1e6:.0f}" for entry in found)
+
+    def megabytes(key: str) -> str:
+        return " / ".join(f"{entry[key] / 1e6:.0f}" for entry in found)
+
     growth = (found[-1]["most"] - found[0]["most"]) / (found[-1]["images"] - found[0]["images"])
     return row(
         "memory of an image dataset, growth for each byte of images",
         100 * growth,
         "%",
         "<= 5",
-        f"{' / '.join(map(str, sizes))} steps with {megabytes('images')} MB of images take {megabytes('opened')} MB once opened, and at most "
-        f"{megabytes('most')} MB during a pass",
+        f"{' / '.join(map(str, sizes))} steps with {megabytes('images')} MB of images take {megabytes('opened')} MB "
+        f"once opened, and at most {megabytes('most')} MB during a pass",
     )
 
 
 def _image_share(steps: int, rounds: int, workers: int = 2) -> dict:
-    """Waiting for a batch / training step, with worker processes that make batches meanwhile."""
+    """Waiting for a batch / training step, with worker processes that prepare batches in the meantime."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_robomimic(
             pathlib.Path(folder) / "image_abs.hdf5", lengths=[IMAGE_LENGTH] * (steps // IMAGE_LENGTH)
@@ -196,7 +200,8 @@ def _image_share(steps: int, rounds: int, workers: int = 2) -> dict:
         "%",
         "<= 5",
         f"preset=cpu, two cameras, batch {cfg.dataloader.batch_size}: wait {1e3 * times['fetch'].median:.2f} ms, step "
-        f"{times['step'].median:.2f} s; without workers the fetch takes {1e3 * times['alone'].median:.2f} ms; {steps} random steps",
+        f"{times['step'].median:.2f} s; without workers the fetch takes {1e3 * times['alone'].median:.2f} ms; "
+        f"{steps} random steps",
     )
 
 

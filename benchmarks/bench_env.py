@@ -1,7 +1,6 @@
-"""Steps per second of the PushT state environment, beside gym-pusht's when that is installed.
+"""Steps per second of the PushT state environment, compared with gym-pusht if that is installed.
 
-Both take the same random actions in the same process, in interleaved rounds, so that whatever else
-the machine does falls on both.
+Both take the same random actions in the same process, in interleaved rounds, so that other load affects both.
 """
 
 import statistics
@@ -39,7 +38,7 @@ def _steps_per_s(env, actions):
 
 
 def measure(rounds: int = ROUNDS, steps: int = STEPS) -> dict:
-    """-> {'ours_steps_per_s', 'gym_pusht_steps_per_s', 'ratio'}: medians of rounds; the last two if there is gym-pusht."""
+    """Medians of rounds {'ours_steps_per_s', 'gym_pusht_steps_per_s', 'ratio'}; the last two need gym-pusht."""
     ours, theirs = PushTEnv(), _gym_pusht()
     ours_rates, theirs_rates = [], []
     for seed in range(rounds):
@@ -49,7 +48,7 @@ def measure(rounds: int = ROUNDS, steps: int = STEPS) -> dict:
             theirs_rates.append(_steps_per_s(theirs, actions))
     result = {"ours_steps_per_s": round(statistics.median(ours_rates), 1)}
     if theirs is not None:
-        ratios = [a / b for a, b in zip(ours_rates, theirs_rates)]
+        ratios = [a / b for a, b in zip(ours_rates, theirs_rates, strict=True)]
         result["gym_pusht_steps_per_s"] = round(statistics.median(theirs_rates), 1)
         result["ratio"] = round(statistics.median(ratios), 2)
     return result
@@ -64,6 +63,7 @@ def run(quick: bool = False) -> list[dict]:
             result.get("ratio"),
             "x",
             ">= 1.5",
-            f"ours {result['ours_steps_per_s']:.0f} steps/s, gym-pusht {'not installed' if theirs is None else round(theirs)}",
+            f"ours {result['ours_steps_per_s']:.0f} steps/s, "
+            f"gym-pusht {'not installed' if theirs is None else round(theirs)}",
         )
     ]

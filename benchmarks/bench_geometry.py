@@ -17,8 +17,11 @@ def geometry_task(batch: int):
 
 
 def expected_peak(batch: int) -> float:
-    """By counting, in (B, B) matrices: the similarities beside the normalised features, or the weights beside six (B, H D) arrays
-    (a, Wa, Wa^2, and three temporaries of the variance)."""
+    """Peak memory by counting, in units of a (B, B) matrix.
+
+    Either the similarities with the normalised features, or the weights with six (B, H D) arrays: a, Wa, Wa^2, and
+    three temporaries of the variance.
+    """
     return max(1 + FEATURES / batch, 1 + 6 * HORIZON * ACTION_DIM / batch)
 
 

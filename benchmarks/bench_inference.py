@@ -1,4 +1,6 @@
-"""Acting for one observation: what predict_action adds to its network, and Diffusion Policy's sampling beside one call."""
+"""Inference for one observation: overhead of predict_action over its network; Diffusion Policy compared with IDP."""
+
+import functools
 
 import torch
 
@@ -45,7 +47,7 @@ def _diffusion(rounds: int) -> dict:
     idp.set_normalizer(diffusion.normalizer)
     obs = {"obs": torch.randn(1, diffusion.n_obs_steps, diffusion.obs_dim)}
     tasks = {
-        name: lambda policy=policy.eval(): policy.predict_action(obs)
+        name: functools.partial(policy.eval().predict_action, obs)
         for name, policy in (("diffusion", diffusion), ("idp", idp))
     }
     times = interleaved("inference, diffusion", tasks, rounds, repeats={"idp": 20})

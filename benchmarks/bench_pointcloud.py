@@ -1,6 +1,4 @@
-"""Point clouds: what a frame of MetaWorld costs and how much of an evaluation that is, ways to sample farthest points, DP3's encoder."""
-
-from __future__ import annotations
+"""Point clouds: cost of a MetaWorld frame and its share of an evaluation, farthest-point sampling, DP3's encoder."""
 
 import tempfile
 
@@ -23,7 +21,7 @@ WORKERS = (1, 2)
 
 
 def exact_farthest(points: np.ndarray, count: int) -> np.ndarray:
-    """Farthest-point sampling as numpy does it best, column by column."""
+    """Exact farthest-point sampling with numpy, column by column."""
     x, y, z = np.ascontiguousarray(points.T)
     distance, chosen, last = np.full(len(points), np.inf, np.float32), np.empty(count, np.int64), 0
     for i in range(count):
@@ -34,7 +32,7 @@ def exact_farthest(points: np.ndarray, count: int) -> np.ndarray:
 
 
 def frames(rounds: int) -> list[dict]:
-    """A cloud's parts, and the share of clouds in a chunk of an evaluation with a small policy."""
+    """Cost of the steps to a cloud, and the share of clouds in an evaluation chunk with a small policy."""
     env = MetaWorldEnv(TASK, POINTS)
     env.reset(seed=0)
     generator, view = env.generator, env.view
@@ -102,7 +100,7 @@ def small_policy(obs: dict[str, np.ndarray]):
 
 
 def encoder(rounds: int, frames: int, points: int) -> list[dict]:
-    """DP3's encoder, forward and backward: through all points, and through those that have a maximum."""
+    """DP3's encoder, forward and backward: through all points, and through the critical points only."""
     net = PointNetEncoder()
     clouds = torch.randn(frames, points, 3)
     tasks = {

@@ -1,9 +1,7 @@
-"""Evaluations on robomimic's tasks: environment steps per second for each task and number of workers, and what skipped pictures save.
+"""Evaluations on robomimic's tasks: environment steps per second by task and number of workers; gain of skipped images.
 
-A policy that asks for no motion, and costs nothing, is rolled out from the recorded starts; the time of building environments is not counted.
+A policy that does not move, at no cost, is rolled out from the recorded starts. Building environments is not counted.
 """
-
-from __future__ import annotations
 
 import json
 import pathlib
@@ -33,7 +31,7 @@ SHAPE_META = {
 
 
 def write_dataset(path: pathlib.Path, task: str, action_dim: int) -> str:
-    """A file that holds no more of a dataset than a runner looks at."""
+    """Write a dataset with only what a runner reads."""
     with h5py.File(path, "w") as file:
         data = file.create_group("data")
         data.attrs.update(env_args=json.dumps(env_args(task)), total=1)
@@ -65,10 +63,10 @@ def evaluation(task: str, workers: int, steps: int, rounds: int, folder: pathlib
 
 
 def skipping(rounds: int) -> float:
-    """How many times faster a chunk of eight steps of Lift from pictures is when only the two that the policy sees are drawn."""
+    """Speedup of a chunk of eight steps of Lift from images if only the two observed steps are rendered."""
     env = RobomimicImageWrapper(RobosuiteTask(env_args("lift"), render_offscreen=True), SHAPE_META)
     chunks = {name: MultiStepWrapper(env, n_obs_steps=n, n_action_steps=8) for name, n in (("seen", 2), ("all", 8))}
-    times = {name: [] for name in chunks}
+    times: dict[str, list[float]] = {name: [] for name in chunks}
     for number in range(-1, rounds):
         for name, chunk in chunks.items():
             chunk.reset(seed=0)
@@ -77,7 +75,7 @@ def skipping(rounds: int) -> float:
             if number >= 0:
                 times[name].append(time.perf_counter() - started)
     env.close()
-    return statistics.median(a / b for a, b in zip(times["all"], times["seen"]))
+    return statistics.median(a / b for a, b in zip(times["all"], times["seen"], strict=True))
 
 
 def run(quick: bool = False) -> list[dict]:
@@ -101,7 +99,7 @@ def run(quick: bool = False) -> list[dict]:
         }
         rows.append(
             row(
-                f"evaluation of lift from pictures, {WORKERS[-1]} workers / 1",
+                f"evaluation of lift from images, {WORKERS[-1]} workers / 1",
                 rates[WORKERS[-1]] / rates[1],
                 "x",
                 None,
@@ -109,6 +107,6 @@ def run(quick: bool = False) -> list[dict]:
             )
         )
         rows.append(
-            row("chunk of lift from pictures, all drawn / seen ones drawn", skipping(2 if quick else 8), "x", "> 1")
+            row("chunk of lift from images, all drawn / seen ones drawn", skipping(2 if quick else 8), "x", "> 1")
         )
     return rows

@@ -1,4 +1,4 @@
-"""What the objective adds to a training step: IDP and Naive Drifting beside MIP, which is IDP without its geometry."""
+"""Cost of the objective in a training step: IDP and Naive Drifting compared with MIP, which is IDP without geometry."""
 
 from benchmarks.common import TrainingStep, cpu_ratio, interleaved, ratio, row
 
@@ -17,12 +17,13 @@ def _compare(backbone: str, batch: int, rounds: int) -> dict:
         ratio(times["idp"], times["mip"]),
         "x",
         "<= 1.05",
-        f"MIP {times['mip'].median:.3f} s, {rounds} rounds; in processor time {cpu_ratio(times['idp'], times['mip']):.3f} x",
+        f"MIP {times['mip'].median:.3f} s, {rounds} rounds; "
+        f"in processor time {cpu_ratio(times['idp'], times['mip']):.3f} x",
     )
 
 
 def _naive(backbone: str, batch: int, rounds: int) -> dict:
-    """Naive Drifting / MIP. It draws several samples per observation, so it is measured on a batch that fits in memory."""
+    """Naive Drifting / MIP, on a batch that fits in memory: it draws several samples per observation."""
     steps = {
         "naive": TrainingStep(f"train_naive_drifting_{backbone}_lowdim", batch=batch),
         "mip": TrainingStep(f"train_idp_{backbone}_lowdim", "policy.geometry=false", batch=batch),

@@ -1,4 +1,4 @@
-"""Clocks, a memory meter, rows of the result table, and the policies that are measured."""
+"""Timing, memory measurement, rows of the result table, and the measured policies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMPARE = {"<=": operator.le, "<": operator.lt, ">=": operator.ge, ">": operator
 
 
 def row(name: str, value: float | None, unit: str = "", target: str | None = None, detail: str = "") -> dict[str, Any]:
-    """One measured number. `target` is like '<= 5', in the same unit; `met` is None where there is nothing to judge."""
+    """One measured number. `target` is like '<= 5', in the same unit; `met` is None without a target or value."""
     met = None
     if target is not None and value is not None:
         sign, bound = target.split()
@@ -37,7 +37,7 @@ def row(name: str, value: float | None, unit: str = "", target: str | None = Non
 # ---------------------------------------------------------------------- time
 @dataclasses.dataclass
 class Times:
-    """Seconds of each round: by the clock on the wall, and of processor time in this process, which other processes disturb less."""
+    """Seconds of each round: wall-clock time, and processor time of this process, which other load affects less."""
 
     wall: list[float] = dataclasses.field(default_factory=list)
     cpu: list[float] = dataclasses.field(default_factory=list)
@@ -50,9 +50,10 @@ class Times:
 def interleaved(
     what: str, tasks: dict[str, Callable[[], Any]], rounds: int, repeats: dict[str, int] | None = None, warmup: int = 1
 ) -> dict[str, Times]:
-    """Time the tasks A, B, A, B, ... so that whatever else the machine does falls on all of them.
+    """Time the tasks in turn, A, B, A, B, ..., so that other load affects all of them.
 
-    repeats: how often a task is called in each round; the round's time is the median call.
+    Args:
+        repeats: how often a task is called in each round; the round's time is that of the median call.
     """
     repeats = repeats or {}
     times = {name: Times() for name in tasks}
@@ -72,19 +73,20 @@ def interleaved(
 
 def ratio(a: Times, b: Times) -> float:
     """Median over rounds of a / b."""
-    return statistics.median(x / y for x, y in zip(a.wall, b.wall))
+    return statistics.median(x / y for x, y in zip(a.wall, b.wall, strict=True))
 
 
 def cpu_ratio(a: Times, b: Times) -> float:
-    return statistics.median(x / y for x, y in zip(a.cpu, b.cpu))
+    """Median over rounds of a / b in processor time."""
+    return statistics.median(x / y for x, y in zip(a.cpu, b.cpu, strict=True))
 
 
 # ---------------------------------------------------------------------- memory
 def peak_bytes(task: Callable[[], Any]) -> int:
-    """The most memory that torch's CPU allocator held at one time for `task`, above what it held before.
+    """Peak memory of torch's CPU allocator during `task`, relative to its start.
 
-    From the profiler's log of every allocation and release, so buffers inside an operator count and in-place operators cost
-    nothing. Blocks that the task releases but did not allocate are not subtracted.
+    Computed from the profiler's log of allocations and releases: buffers inside an operator count, in-place operators
+    do not. Blocks that the task releases but did not allocate are not subtracted.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         task()
@@ -100,7 +102,7 @@ def peak_bytes(task: Callable[[], Any]) -> int:
 
 
 def free_bytes() -> float:
-    """Memory that can be had without swapping; infinite where the system does not say."""
+    """Memory available without swapping; infinite on systems without /proc/meminfo."""
     meminfo = pathlib.Path("/proc/meminfo")
     if not meminfo.exists():
         return float("inf")
@@ -111,7 +113,7 @@ def free_bytes() -> float:
 
 # ---------------------------------------------------------------------- policies
 def compose(config: str, *overrides: str, obs_dim: int = 19, action_dim: int = 10) -> DictConfig:
-    """A configuration at the paper's size. The sizes of observation and action default to a robot arm's."""
+    """Compose a configuration at the paper's size. Observation and action sizes default to those of a robot arm."""
     register_resolvers()
     register_configs()
     sizes = ("preset=paper", f"task.obs_dim={obs_dim}", f"task.action_dim={action_dim}")
@@ -120,7 +122,7 @@ def compose(config: str, *overrides: str, obs_dim: int = 19, action_dim: int = 1
 
 
 def make_policy(section: DictConfig, normalizer: LinearNormalizer | None = None):
-    """The policy of a config section, with a normaliser, fitted to random numbers if none is given."""
+    """Build the policy of a config section, with a normaliser; by default one fitted to random numbers."""
     policy = hydra.utils.instantiate(section)
     if normalizer is None:
         normalizer = LinearNormalizer()
@@ -145,7 +147,7 @@ def random_batch(size: int, policy) -> dict[str, torch.Tensor]:
 
 
 class TrainingStep:
-    """Calling it is one optimisation step on `batch`: forward, backward, AdamW."""
+    """A callable that does one optimisation step on `batch`: forward, backward, AdamW."""
 
     def __init__(self, config: str, *overrides: str, batch: int | dict[str, torch.Tensor], **sizes: Any):
         self.policy, cfg = build(config, *overrides, **sizes)
@@ -157,7 +159,7 @@ class TrainingStep:
         self.step(self.batch)
 
     def warm_up(self, size: int = 8) -> None:
-        """A step on few samples: the optimiser's state exists afterwards, and little time is lost."""
+        """Step on a few samples, so that the optimiser's state exists afterwards."""
         self.step({key: value[:size] for key, value in self.batch.items()})
 
     def step(self, batch: dict[str, torch.Tensor]) -> None:
@@ -168,7 +170,7 @@ class TrainingStep:
 
 # ---------------------------------------------------------------------- evaluations
 class Still:
-    """Chunks of eight actions that do not move."""
+    """A policy that does not move: chunks of eight zero actions."""
 
     device, dtype = torch.device("cpu"), torch.float32
 
@@ -184,7 +186,7 @@ class Still:
 
 def steps_per_s(runner, policy, rounds: int) -> float:
     """Median over rounds of environment steps per second, all workers together."""
-    runner.run(policy)  # builds the environments, compiles what is compiled at first use
+    runner.run(policy)  # builds the environments and compiles functions on first use
     rates = []
     for _ in range(rounds):
         started = time.perf_counter()

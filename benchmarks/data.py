@@ -1,4 +1,4 @@
-"""Datasets for runs that only need one."""
+"""Small synthetic datasets for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diffusion_policy.common.replay_buffer import ReplayBuffer
 
 
 def write_pusht(path: pathlib.Path, episodes: int = 6, length: int = 30, seed: int = 0) -> pathlib.Path:
-    """A small dataset with the keys and ranges of PushT, not its physics."""
+    """Write a small dataset with the keys and ranges of PushT, without its physics."""
     rng = np.random.default_rng(seed)
     buffer = ReplayBuffer.create_empty_numpy()
     for _ in range(episodes):
@@ -35,7 +35,11 @@ def write_robomimic(
     seed: int = 0,
     **storage,
 ) -> pathlib.Path:
-    """A dataset with the keys of robomimic's tasks with images, and noise in them. storage: arguments of h5py's create_dataset."""
+    """Write a dataset with the keys of robomimic's image tasks and random values.
+
+    Args:
+        storage: arguments of h5py's create_dataset.
+    """
     import h5py
 
     rng = np.random.default_rng(seed)

@@ -1,12 +1,12 @@
-"""Disturb training runs in every way we know, continue them, and compare with runs that nobody disturbed.
+"""Inject faults into training runs, continue them, and compare with undisturbed runs.
 
     python -m benchmarks.faults [--kills 100] [--commands 20] [--scenarios NAME ...]
 
-Runs are killed with SIGKILL at chosen points (in the middle of a file, before it is flushed, between the two renames that replace a
-checkpoint, while the log is written, in a step, in an evaluation) and, as real `train.py` commands, at random moments; their disk
-fills up; their newest checkpoint is damaged. After each fault the run is continued with training.resume=true, until it ends. Nothing is
-lost if weights, EMA, optimiser, schedules, random numbers, counters, scores, the list and the files of the best checkpoints and the log
-of every epoch are then equal, bit for bit, to those of the undisturbed run.
+Runs are killed with SIGKILL at chosen points (inside a file, before it is flushed, between the two renames that replace
+a checkpoint, while the log is written, in a step, in an evaluation) and, as real `train.py` commands, at random times;
+their disk fills up; their newest checkpoint is damaged. After each fault the run is continued with training.resume=true
+until it ends. Nothing is lost if weights, EMA, optimiser, schedules, random states, counters, scores, the list and the
+files of the best checkpoints and the log of every epoch are then bitwise equal to those of the undisturbed run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import collections
 import contextlib
 import copy
 import errno
+import functools
 import json
 import logging
 import os
@@ -44,7 +45,7 @@ from diffusion_policy.common.json_logger import JsonLogger, read_json_log
 from diffusion_policy.workspace.train_workspace import TrainWorkspace
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-#: Small networks and few steps, but everything whose state must survive.
+#: Small networks and few steps, but every kind of state that must survive.
 COMMON = (
     "preset=debug",
     "training.gradient_accumulate_every=2",
@@ -72,7 +73,7 @@ STATES = ("model", "ema_model", "optimizer", "lr_scheduler", "ema", "random_stat
 
 # ---------------------------------------------------------------------- runs
 def compose(name: str, data: pathlib.Path) -> tuple[DictConfig, list[str]]:
-    """The config of a scenario, and the arguments of train.py that mean the same."""
+    """The config of a scenario, and the equivalent arguments of train.py."""
     config, *own = SCENARIOS[name]
     overrides = [*COMMON, *own, f"task.dataset.zarr_path={data}"]
     register_resolvers()
@@ -88,7 +89,7 @@ def train(cfg: DictConfig, folder: pathlib.Path) -> None:
 
 
 def in_child(action: Callable[[], Any], log: pathlib.Path, seconds: float = 300) -> int:
-    """Run `action` in a child of this process; returns how it ended: 0, 1 after an exception, minus the signal that killed it."""
+    """Run `action` in a child process; return 0, 1 after an exception, or minus the signal that killed it."""
     pid = os.fork()
     if pid == 0:
         with open(log, "ab", 0) as file:
@@ -98,7 +99,7 @@ def in_child(action: Callable[[], Any], log: pathlib.Path, seconds: float = 300)
         try:
             action()
             code = 0
-        except BaseException:  # the child ends here, whatever happened
+        except BaseException:  # the child must end here
             traceback.print_exc()
         finally:
             sys.stdout.flush()
@@ -117,7 +118,7 @@ def in_child(action: Callable[[], Any], log: pathlib.Path, seconds: float = 300)
 
 # ---------------------------------------------------------------------- faults
 class _CountingFile:
-    """A file that counts what is written, and calls `hit` at the byte it was told."""
+    """A file that counts the bytes written and calls `hit` at a given one."""
 
     def __init__(self, file: Any, size: int, hit: Callable[[], None]):
         self.file, self.left, self.hit = file, size, hit
@@ -135,7 +136,7 @@ class _CountingFile:
         return getattr(self.file, name)
 
 
-#: Where a run can be hit: what is called there.
+#: Points at which a fault can happen, and the function called there.
 POINTS = {
     "in a checkpoint file": (torch, "save"),
     "before a flush": (os, "fsync"),
@@ -150,7 +151,7 @@ POINTS = {
 
 @contextlib.contextmanager
 def hit_at(point: str, number: int, hit: Callable[[], None], rng: random.Random) -> Iterator[collections.Counter]:
-    """Call `hit` at the `number`-th call (from 0) at `point`; yields a count of the calls at every point."""
+    """Call `hit` at the `number`-th call (from 0) at `point`; yield the number of calls at every point."""
     counts: collections.Counter = collections.Counter()
     originals = {name: getattr(owner, attribute) for name, (owner, attribute) in POINTS.items()}
 
@@ -184,12 +185,10 @@ def no_space() -> None:
 
 
 def damage(path: pathlib.Path, rng: random.Random) -> str:
-    """Flip a bit, cut off the end, empty the file, or overwrite a stretch of it; returns which."""
+    """Flip a bit, truncate, empty or partly overwrite the file; return which."""
     content = bytearray(path.read_bytes())
     how = rng.choice(["a flipped bit", "cut short", "emptied", "overwritten"])
-    place = rng.randrange(
-        len(content) // 8, len(content) * 7 // 8
-    )  # among the records, not in the directory at the end
+    place = rng.randrange(len(content) // 8, len(content) * 7 // 8)  # in the records, not in the directory at the end
     if how == "a flipped bit":
         content[place] ^= 1 << rng.randrange(8)
     elif how == "cut short":
@@ -204,7 +203,7 @@ def damage(path: pathlib.Path, rng: random.Random) -> str:
 
 # ---------------------------------------------------------------------- comparing
 def equal(a: Any, b: Any) -> bool:
-    """Bit for bit, through dicts, lists and tensors."""
+    """Whether nested dicts, lists and tensors are bitwise equal."""
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):
@@ -215,7 +214,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def differences(run: pathlib.Path, reference: pathlib.Path) -> list[str]:
-    """What a continued run has otherwise than the undisturbed one, in words; nothing if all is well."""
+    """Describe the differences between a continued and the undisturbed run; empty if there are none."""
     out = []
     checkpoints = [{path.name for path in (folder / "checkpoints").glob("epoch=*.ckpt")} for folder in (run, reference)]
     if checkpoints[0] != checkpoints[1]:
@@ -227,7 +226,7 @@ def differences(run: pathlib.Path, reference: pathlib.Path) -> list[str]:
         ]
         if one["attributes"] != other["attributes"]:
             out.append(f"{name}: attributes {one['attributes']} instead of {other['attributes']}")
-    # Losses between records depend on where a run was cut; the end of each epoch does not.
+    # Losses between records depend on where a run was interrupted; those at the end of an epoch do not.
     logs = [read_json_log(folder / "logs.json.txt", ["train_action_mse_error"]) for folder in (run, reference)]
     if logs[0] != logs[1]:
         out.append("the log of epochs")
@@ -250,11 +249,11 @@ class Trials:
         self.reference = folder / "undisturbed"
         self.log = folder / "log.txt"
         self.counts: collections.Counter = collections.Counter()  # calls at each point in an undisturbed run
-        self.faults: collections.Counter = collections.Counter()  # what was done, how often
+        self.faults: collections.Counter = collections.Counter()  # number of faults by kind
         self.lost: list[str] = []
         self.runs = 0
 
-        # In this process: its children then find everything imported.
+        # In this process, so that its children have everything imported.
         with (
             open(self.log, "a") as log,
             contextlib.redirect_stdout(log),
@@ -280,17 +279,17 @@ class Trials:
             shutil.rmtree(run)
 
     def kill_at_points(self, number: int, bar: tqdm | None = None) -> None:
-        """`number` SIGKILLs at points that take turns, several in each run; every other run also has its newest checkpoint damaged."""
+        """Send `number` SIGKILLs at alternating points, several per run; damage a checkpoint in every other run."""
         points = [point for point in POINTS if self.counts[point]]
         done = 0
         while done < number:
             run, history = self.new_run(), []
             for _ in range(min(self.rng.randrange(1, 5), number - done)):
                 point = points[(done + self.runs) % len(points)]
-                # Among the first calls too: what is left of a run gets shorter with each kill.
+                # Early calls, too: the rest of a run gets shorter with each kill.
                 where = self.rng.randrange(max(1, self.counts[point] // self.rng.choice((1, 1, 2, 4))))
 
-                def killed() -> None:
+                def killed(run: pathlib.Path = run, point: str = point, where: int = where) -> None:
                     with hit_at(point, where, die, self.rng):
                         train(self.cfg, run)
 
@@ -312,13 +311,13 @@ class Trials:
             self.check(run, ", ".join(history))
 
     def fill_disk_at_points(self, number: int) -> None:
-        """`number` runs that find no space at some write; each must say so, stop, and continue once there is room."""
+        """Let `number` runs find no disk space at some write; each must report it, stop, and continue later."""
         for i in range(number):
             run = self.new_run()
             point = ("in a checkpoint file", "before a flush", "while logging")[i % 3]
             where = self.rng.randrange(self.counts[point])
 
-            def full() -> None:
+            def full(run: pathlib.Path = run, point: str = point, where: int = where) -> None:
                 with hit_at(point, where, no_space, self.rng):
                     try:
                         train(self.cfg, run)
@@ -335,7 +334,7 @@ class Trials:
             self.check(run, f"no space {point}")
 
     def fill_small_disk(self) -> None:
-        """A run on a real file system that is too small for it; enlarged after each failure."""
+        """Run on a real file system that is too small and is enlarged after each failure."""
         run = self.new_run()
         run.mkdir()
         need = sum(path.stat().st_size for path in self.reference.rglob("*") if path.is_file())
@@ -353,10 +352,10 @@ class Trials:
             subprocess.run(["umount", str(run)], check=True)
 
     def kill_commands(self, number: int, bar: tqdm | None = None) -> None:
-        """`number` real train.py processes, signalled at random moments: SIGKILL, or SIGTERM, which asks for a checkpoint first."""
+        """Signal `number` real train.py processes at random times: SIGKILL, or SIGTERM, which writes a checkpoint."""
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         done, run = 0, self.new_run()
-        # Longer than the other runs, so that there is time to hit something.
+        # Longer than the other runs, so that there is time for a signal.
         arguments = [*self.arguments, "training.num_epochs=40"]
         cfg = copy.deepcopy(self.cfg)
         cfg.training.num_epochs = 40
@@ -384,7 +383,7 @@ class Trials:
                         bar.update()
                 process.wait(120)
             if (run / "summary.json").is_file() or done == number:
-                self._must_end_well(in_child(lambda: train(cfg, run), self.log))
+                self._must_end_well(in_child(functools.partial(train, cfg, run), self.log))
                 self.lost += [f"{run.name} (commands): {text}" for text in differences(run, reference)]
                 run = self.new_run()
 
@@ -416,7 +415,7 @@ def main() -> None:
     options = parser.parse_args()
     unknown = set(options.scenarios) - set(SCENARIOS)
     if unknown:
-        parser.error(f"there is no scenario {', '.join(unknown)}; there are: {', '.join(SCENARIOS)}")
+        parser.error(f"unknown scenario {', '.join(unknown)}; choose from: {', '.join(SCENARIOS)}")
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
     faults, lost, runs = {}, [], 0
@@ -427,8 +426,8 @@ def main() -> None:
             place = pathlib.Path(folder) / f"scenario_{number}"
             place.mkdir()
             trials = Trials(scenario, place, options.seed)
-            share = lambda count: count // len(options.scenarios) + (number < count % len(options.scenarios))
-            trials.kill_at_points(share(options.kills), bar)
+            kills, rest = divmod(options.kills, len(options.scenarios))
+            trials.kill_at_points(kills + (number < rest), bar)
             trials.fill_disk_at_points(3)
             if os.geteuid() == 0 and shutil.which("mount") and "teacher" not in scenario:
                 trials.fill_small_disk()
@@ -444,7 +443,8 @@ def main() -> None:
     for counts in faults.values():
         sums.update(counts)
     result = {
-        "command": f"python -m benchmarks.faults --kills {options.kills} --commands {options.commands} --seed {options.seed}",
+        "command": f"python -m benchmarks.faults --kills {options.kills} --commands {options.commands} "
+        f"--seed {options.seed}",
         "kills": sum(count for what, count in sums.items() if "killed" in what or "SIGKILL" in what),
         "faults": sum(sums.values()),
         "runs": runs,

@@ -1,12 +1,12 @@
-"""Bad data: every reader, fed with thousands of damaged, odd and malicious inputs.
+"""Input validation: thousands of damaged, unusual and malicious inputs for every reader.
 
     python -m benchmarks.fuzz                                        # all targets, about 10,000 cases
     python -m benchmarks.fuzz --targets zarr --cases 500 --seed 7
     python -m benchmarks.fuzz --reproduce hdf5 0 1234                # one case: target, seed, number
 
-A case ends in a clear error, or in a read that is right by the target's oracle. Anything else is a finding: another exception, a wrong
-value, a payload that ran (it would create a file), a crash, a hang, memory that grows. Cases run in a worker process that is replaced
-when it dies; each is made from (target, seed, number) alone.
+A case must end in a clear error, or in a read that is correct by the target's oracle. Anything else is a finding:
+another exception, a wrong value, a payload that ran (it would create a file), a crash, a hang, growing memory. Cases
+run in a worker process that is replaced when it dies; each depends on (target, seed, number) only.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from typing import Any
 from tqdm import tqdm
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-#: Cases of each target by default. What is slow gets fewer.
+#: Default number of cases per target; slow targets have fewer.
 CASES = {"zarr": 4500, "hdf5": 3000, "checkpoint": 1800, "overrides": 600, "observations": 1800}
 CPU_SECONDS = 20.0  # for one case; the slowest take one or two
-WALL_SECONDS = 300.0  # for one that waits, for a pipe for instance; other work on the machine must not look like that
-START_SECONDS = 1200.0  # for imports and making the good inputs
+WALL_SECONDS = 300.0  # for one case that waits, for instance for a pipe; long enough for a busy machine
+START_SECONDS = 1200.0  # for imports and for making the valid inputs
 GROWTH_BYTES = 400e6  # of resident memory, in one case
 ADDRESS_BYTES = 3e9  # that a worker may map beyond what it has when it starts
 SCRATCH = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # in memory: a case writes a dozen small files
-RESTART_AFTER = 2000  # cases, so that leaks in libraries do not add up
+RESTART_AFTER = 2000  # cases, so that leaks in libraries do not accumulate
 
 
 class Finding(Exception):
-    """A case that did not end as it should."""
+    """A case with a wrong result."""
 
 
 # ---------------------------------------------------------------------- in the worker
 def worker() -> None:
-    """Read jobs {target, seed, start, stop} from stdin; say {number} when a case begins and {number, outcome, ...} when it ends."""
+    """Read jobs {target, seed, start, stop} from stdin; write {number} before and its outcome after a case."""
     from benchmarks.fuzz_targets import load
 
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed is no answer
+    os.dup2(2, 1)  # other output must not be taken for an answer
 
     def say(**answer: Any) -> None:
         answers.write(json.dumps(answer) + "\n")
@@ -71,10 +71,10 @@ def worker() -> None:
                 targets[name] = load(name)(home, canary)
                 limit_addresses()
 
-            def use(number: int, value: Any) -> None:
+            def use(number: int, value: Any, job: dict[str, Any] = job) -> None:
                 if job["start"] <= number < job["stop"]:
                     say(number=number)
-                    say(number=number, **judged(targets[name], value, canary))
+                    say(number=number, **judged(targets[job["target"]], value, canary))
 
             targets[name].inputs(job["seed"], job["start"], job["stop"], use)
             say(done=True)
@@ -83,7 +83,7 @@ def worker() -> None:
 
 
 def limit_addresses() -> None:
-    """Where the system can, make an allocation without bounds a MemoryError instead of the end of this machine."""
+    """Limit the address space, where supported, so that an unbounded allocation is a MemoryError."""
     try:
         import resource
 
@@ -116,14 +116,14 @@ def judged(target: Any, value: Any, canary: pathlib.Path) -> dict[str, Any]:
 
 
 def forget_peak() -> int:
-    """Let `peak` count from now on, where the system can -> the memory that this process has now."""
+    """Reset `peak`, where supported, and return the memory of this process."""
     with contextlib.suppress(OSError):
         pathlib.Path("/proc/self/clear_refs").write_text("5")
     return peak()
 
 
 def peak() -> int:
-    """The most memory, in bytes, that this process had since `forget_peak`; on systems without /proc, ever."""
+    """Peak memory of this process in bytes since `forget_peak`; on systems without /proc, since its start."""
     with contextlib.suppress(OSError):
         if found := re.search(r"^VmHWM:\s+(\d+) kB", pathlib.Path("/proc/self/status").read_text(), re.MULTILINE):
             return 1024 * int(found[1])
@@ -134,10 +134,11 @@ def peak() -> int:
 
 # ---------------------------------------------------------------------- the driver
 class Worker:
-    """A process that runs cases; when one of them ends it or takes too long, that is a finding and the next process goes on."""
+    """A process that runs cases. A case that ends it or takes too long is a finding, and a new process continues."""
 
     def __init__(self, wall_seconds: float = WALL_SECONDS):
-        self.wall_seconds, self.process, self.served = wall_seconds, None, 0
+        self.wall_seconds, self.served = wall_seconds, 0
+        self.process: Any = None
 
     def __enter__(self) -> Worker:
         return self
@@ -157,7 +158,7 @@ class Worker:
             self.process = None
 
     def run(self, target: str, seed: int, start: int, stop: int) -> Iterator[dict[str, Any]]:
-        """{target, number, outcome, seconds} and, if there is one, {finding, input} of each case."""
+        """Yield {target, number, outcome, seconds} and possibly {finding, input} for each case."""
         while start < stop:
             end = min(stop, start + 100)
             for answer in self._job({"target": target, "seed": seed, "start": start, "stop": end}):
@@ -197,13 +198,8 @@ class Worker:
                     raise RuntimeError(
                         f"the worker for {job} did not start a case: {answer}, exit code {code}; --reproduce shows why"
                     )
-                what = (
-                    answer
-                    if answer == "hang"
-                    else f"crash (signal {-code})"
-                    if code < 0
-                    else f"crash (exit code {code})"
-                )
+                crash = f"crash (signal {-code})" if code < 0 else f"crash (exit code {code})"
+                what = answer if answer == "hang" else crash
                 yield {"number": began, "outcome": "finding", "seconds": 0.0, "finding": what, "input": ""}
                 return
             if "done" in answer:
@@ -232,7 +228,7 @@ class Worker:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time of a process so far; 0 where the system does not say."""
+    """Processor time of a process; 0 on systems without /proc."""
     try:
         fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -241,8 +237,8 @@ def cpu_seconds(pid: int) -> float:
 
 
 def fuzz(cases: dict[str, int], seed: int = 0) -> dict[str, Any]:
-    """Run {target: number of cases}; returns what happened."""
-    counts = {target: collections.Counter() for target in cases}
+    """Run {target: number of cases} and return a report."""
+    counts: dict[str, collections.Counter] = {target: collections.Counter() for target in cases}
     seconds = dict.fromkeys(cases, 0.0)
     slowest: dict[str, tuple[float, int]] = dict.fromkeys(cases, (0.0, -1))
     findings = []
@@ -284,13 +280,14 @@ def table(result: dict[str, Any]) -> str:
         outcomes = target["outcomes"]
         errors = {key: value for key, value in outcomes.items() if key not in ("read", "finding")}
         words = ", ".join(f"{key} {value}" for key, value in errors.items())
-        numbers = f"{target['cases']:7}{outcomes.get('read', 0):7}{sum(errors.values()):9}{outcomes.get('finding', 0):10}{target['seconds']:9.0f}"
+        read, findings = outcomes.get("read", 0), outcomes.get("finding", 0)
+        numbers = f"{target['cases']:7}{read:7}{sum(errors.values()):9}{findings:10}{target['seconds']:9.0f}"
         lines.append(f"{name:14}{numbers}  {words[:90]}")
     return "\n".join(lines)
 
 
 def reproduce(target: str, seed: int, number: int) -> None:
-    """Run one case in this process, and show what it is."""
+    """Run one case in this process and print it."""
     from benchmarks.fuzz_targets import load
 
     with tempfile.TemporaryDirectory(prefix="fuzz_", dir=SCRATCH) as folder:
@@ -311,7 +308,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--targets", default=",".join(CASES), help="comma-separated (default: all)")
     parser.add_argument(
-        "--cases", type=int, help="cases in all, shared out as by default (default: %d)" % sum(CASES.values())
+        "--cases", type=int, help=f"total number of cases, divided as by default (default: {sum(CASES.values())})"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", help="a JSON file for the result")

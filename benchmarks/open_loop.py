@@ -1,13 +1,11 @@
-"""How well a policy predicts the actions of demonstrations it has not seen: for tasks whose simulator is not at hand.
+"""How well a policy predicts the actions of held-out demonstrations, for tasks whose simulator is not available.
 
     python -m benchmarks.open_loop --checkpoint RUN/checkpoints/latest.ckpt --output results/NAME.json
 
-The run must have held episodes out (task.dataset.val_ratio=0.1). Written are, for its training and its held-out windows, the share of the
-variance of the executed actions that the policy explains, 1 - MSE / variance: 1 is perfect, 0 is what predicting the mean action gives.
-It says that a policy has learned, not that it succeeds.
+The run must have held out episodes (task.dataset.val_ratio=0.1). The result is, for training and held-out windows, the
+explained share of the variance of the executed actions, 1 - MSE / variance: 1 is perfect, 0 equals predicting the mean
+action. It shows that a policy has learned, not that it succeeds.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -23,14 +21,14 @@ from diffusion_policy.scripts.eval import load_policy
 
 @torch.no_grad()
 def explained(policy, dataset, batch_size: int = 256) -> float:
-    """Share of the variance of the executed actions (N, Ta, Da) that is explained, over all windows of the dataset."""
-    predicted, target = [], []
+    """Explained share of the variance of the executed actions (N, Ta, Da), over all windows of the dataset."""
+    predictions, targets = [], []
     for start in range(0, len(dataset), batch_size):
         batch = dataset.get_batch(range(start, min(start + batch_size, len(dataset))))
-        predicted.append(policy.predict_action(batch["obs"])["action"])
+        predictions.append(policy.predict_action(batch["obs"])["action"])
         first = policy.n_obs_steps - 1
-        target.append(batch["action"][:, first : first + policy.n_action_steps])
-    predicted, target = torch.cat(predicted), torch.cat(target)
+        targets.append(batch["action"][:, first : first + policy.n_action_steps])
+    predicted, target = torch.cat(predictions), torch.cat(targets)
     return 1 - float((predicted - target).square().mean() / (target - target.mean((0, 1))).square().mean())
 
 
@@ -46,7 +44,7 @@ def main() -> None:
     dataset = build(cfg, "task.dataset")
     held_out = dataset.get_validation_dataset()
     if not len(held_out):
-        parser.error("the run held no episodes out: train with task.dataset.val_ratio=0.1")
+        parser.error("the run held out no episodes: train with task.dataset.val_ratio=0.1")
     result = {
         "task": cfg.task.name,
         "config": cfg.name,

@@ -1,10 +1,10 @@
-"""A long run, watched from outside: does it need more memory, file handles or processes as it goes on?
+"""Watch a long run from outside: do its memory, file handles or processes grow?
 
     python -m benchmarks.soak --steps 50000 --output results/reliability/soak.json
 
-Starts `python train.py` on a tiny model with everything that a run can have (validation, evaluations in processes of their own with a
-video, checkpoints, EMA, a data loader process), reads /proc about it and its children every second, and judges one number an epoch:
-the median over the middle of the epoch, when nothing but training goes on. Needs Linux.
+Starts `python train.py` on a tiny model with all parts of a run (validation, evaluations in separate processes with a
+video, checkpoints, EMA, a data loader process), reads /proc for it and its children every second, and judges one number
+per epoch: the median over the middle of the epoch, when only training takes place. Needs Linux.
 """
 
 from __future__ import annotations
@@ -29,14 +29,12 @@ from diffusion_policy.common.checkpoint_io import write_atomically
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FULL_RUN = 300_000  # steps of the paper's protocol, to which growth is projected
-LIMIT = 0.05  # of the memory in use, that a full run may gain
-THREADS = {
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
-}  # a tiny model gains nothing from more, and a busy machine loses much
-MIDDLE = (0.2, 0.8)  # part of an epoch in which neither evaluation nor checkpoint is under way
-#: Judged. PSS and USS are recorded, not judged: a page weighs more in them once fewer processes share it, which no process caused by
-#: asking for memory. Pages of libraries do when another program ends, and pages that a fork shared do when either side writes to them.
+LIMIT = 0.05  # growth that a full run may have, relative to the memory in use
+# More threads do not help a tiny model, and slow down a busy machine.
+THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+MIDDLE = (0.2, 0.8)  # part of an epoch without evaluation and checkpoint
+#: The judged numbers. PSS and USS are recorded only: they also grow when fewer processes share a page, for instance
+#: when another program ends or after a write to a page shared by a fork.
 MEMORY = {
     "rss": "resident memory of the training process",
     "anonymous": "of it, memory that is no file's",
@@ -192,7 +190,7 @@ def slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 
 def judge(epochs: list[dict[str, float]]) -> dict[str, Any]:
-    """Growth of memory over the second half of the run, and whether the counts stayed what they were after the first evaluation."""
+    """Growth of memory over the second half of the run; whether the counts are constant after the first evaluation."""
     late = [row for row in epochs if row["epoch"] >= (epochs[-1]["epoch"] + 1) / 2]
     x = np.array([row["step"] for row in late])
     memory = {}
@@ -210,11 +208,10 @@ def judge(epochs: list[dict[str, float]]) -> dict[str, Any]:
         }
     counts = {}
     for key, what in COUNTS.items():
-        values = [
-            row[key] for row in epochs if row["epoch"] >= 1
-        ]  # the first evaluation starts the environments' processes
+        # The first evaluation starts the environments' processes.
+        values = [row[key] for row in epochs if row["epoch"] >= 1]
         third = max(1, len(values) // 3)
-        # The smallest: a handle that is under way between processes when they are counted is no leak.
+        # The minimum: a handle that is being passed between processes is not a leak.
         first, last = min(values[:third]), min(values[-third:])
         counts[key] = {
             "what": what,
@@ -228,9 +225,9 @@ def judge(epochs: list[dict[str, float]]) -> dict[str, Any]:
         "memory": memory,
         "counts": counts,
         "ok": all(m["flat"] for m in memory.values()) and all(c["constant"] for c in counts.values()),
-        "limits": f"memory: least squares over the second half, one point an epoch, is flat if a run of {FULL_RUN} steps would gain "
-        f"less than {LIMIT:.0%} or the slope is below twice its standard error; counts: the smallest of the last third of "
-        "the epochs is not above that of the first",
+        "limits": f"memory: least squares over the second half, one point per epoch, is flat if a run of {FULL_RUN} "
+        f"steps would gain less than {LIMIT:.0%} or the slope is below twice its standard error; counts: the smallest "
+        "of the last third of the epochs is not above that of the first",
     }
 
 
@@ -261,7 +258,7 @@ def draw(samples: list[dict[str, float]], epochs: list[dict[str, float]], path: 
 
 
 def soak(steps: int, epoch: int, folder: pathlib.Path, interval: float = 1.0) -> tuple[dict[str, Any], list, list]:
-    """Run, watch and judge; returns the report, every sample, and one row an epoch."""
+    """Run, watch and judge; return the report, every sample, and one row per epoch."""
     write_pusht(folder / "data.zarr", episodes=12, length=40)
     run = folder / "run"
     run.mkdir()
@@ -307,13 +304,13 @@ def main(argv: list[str] | None = None) -> None:
     write_atomically(output, lambda file: file.write(text.encode()))
     for m in report["memory"].values():
         print(
-            f"{m['what']}: {m['bytes'] / 2**20:.0f} MiB, {m['bytes_per_step']:+.1f} +- {m['standard_error']:.1f} bytes a step, "
-            f"{m['growth_per_300k_steps']:+.1%} in {FULL_RUN} steps: {'flat' if m['flat'] else 'GROWS'}"
+            f"{m['what']}: {m['bytes'] / 2**20:.0f} MiB, {m['bytes_per_step']:+.1f} +- {m['standard_error']:.1f} bytes "
+            f"per step, {m['growth_per_300k_steps']:+.1%} in {FULL_RUN} steps: {'flat' if m['flat'] else 'GROWS'}"
         )
     for c in report["counts"].values():
         print(
-            f"{c['what']}: {c['first_third']:g} at first, {c['last_third']:g} at the end ({c['min']:g} to {c['max']:g}): "
-            f"{'constant' if c['constant'] else 'GROWS'}"
+            f"{c['what']}: {c['first_third']:g} at first, {c['last_third']:g} at the end "
+            f"({c['min']:g} to {c['max']:g}): {'constant' if c['constant'] else 'GROWS'}"
         )
     print(f"written to {output}")
     sys.exit(0 if report["ok"] else 1)

@@ -2,11 +2,11 @@
 
     python -m benchmarks.study benchmarks/studies/pusht_cpu.yaml [--jobs 2] [--only NAME ...]
 
-A study is a YAML file: what it is called, overrides for all runs, and the runs, each a name, a config and its own overrides; or a grid of
-tasks, methods (a config and overrides) and seeds. Runs go to data/studies/<study>/<run>/, tables to results/<study>/. It can be stopped and
-started again at any time: what is finished is not repeated, what was interrupted continues from its checkpoint; on another machine, rows of the table that this
-very command made are kept. `eval: null` takes the scores from the evaluations during training instead of one after it. Times are measured
-at the end, one run after the other.
+A study is a YAML file with a name, overrides for all runs, and the runs, each with a name, a config and overrides; or
+with a grid of tasks, methods (a config and overrides) and seeds. Runs go to data/studies/<study>/<run>/, tables to
+results/<study>/. A study can be stopped and restarted at any time: finished runs are not repeated, interrupted ones
+continue from their checkpoint. On another machine, rows of the table with the same command are kept. `eval: null` takes
+the scores from the evaluations during training instead of a final one. Times are measured at the end, run by run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def run(study: dict[str, Any], entry: dict[str, Any], threads: int) -> dict[str, Any]:
-    """Train and evaluate one entry, as far as that is not done yet; returns its row of the table."""
+    """Train and evaluate one entry, unless that is done already; return its row of the table."""
     if (row := kept_row(study, entry)) is not None:
         return row
     folder = folder_of(study, entry)
@@ -102,7 +102,7 @@ def train_command(study: dict[str, Any], entry: dict[str, Any]) -> list[str]:
 
 
 def kept_row(study: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any] | None:
-    """The row of an entry that was finished elsewhere: this machine has no run of it, and the table has one of the same command."""
+    """The row of an entry that was finished on another machine: same command, and no run of it here."""
     table = ROOT / "results" / study["name"] / "results.json"
     if folder_of(study, entry).exists() or not table.is_file():
         return None
@@ -122,7 +122,7 @@ def evaluates(study: dict[str, Any]) -> bool:
 
 
 def runs_of(study: dict[str, Any]) -> list[dict[str, Any]]:
-    """The runs of a study, or of its grid: first all tasks and methods with the first seed, so that what is there early compares."""
+    """The runs of a study or of its grid, all tasks and methods with the first seed first, for an early comparison."""
     if "grid" not in study:
         return study["runs"]
     grid = study["grid"]
@@ -139,9 +139,9 @@ def runs_of(study: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def measure(study: dict[str, Any], entry: dict[str, Any], calls: int = 30) -> None:
-    """Write times.json of a finished run: the median training step (without fetching its data) and predict_action at batch 1.
+    """Write times.json of a finished run: median times of a training step (without data loading) and predict_action.
 
-    Processor time of this process on one thread: what the clock says of an idle machine, and less disturbed by a busy one.
+    Processor time of this process on one thread: equal to wall-clock time on an idle machine, less affected by load.
     """
     folder = folder_of(study, entry)
     register_resolvers()
@@ -171,20 +171,29 @@ def measure(study: dict[str, Any], entry: dict[str, Any], calls: int = 30) -> No
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown, best score first."""
-    head = "| run | score | 95 % interval | network calls | steps | training step, ms | inference, ms |\n|---|---|---|---|---|---|---|\n"
-    number = lambda value, places: "-" if value is None else f"{value:.{places}f}"
+    head = (
+        "| run | score | 95 % interval | network calls | steps | training step, ms | inference, ms |\n"
+        "|---|---|---|---|---|---|---|\n"
+    )
+
+    def number(value: float | None, places: int) -> str:
+        return "-" if value is None else f"{value:.{places}f}"
+
     lines = []
     for row in sorted(rows, key=lambda row: -row["score"]):
         low, high = row["interval_95"]
         lines.append(
-            f"| {row['name']} | {row['score']:.3f} | {low:.2f} to {high:.2f} | {row['nfe']:g} | {row['steps']} | {number(row['step_ms'], 0)} "
-            f"| {number(row['inference_ms'], 2)} |"
+            f"| {row['name']} | {row['score']:.3f} | {low:.2f} to {high:.2f} | {row['nfe']:g} | {row['steps']} "
+            f"| {number(row['step_ms'], 0)} | {number(row['inference_ms'], 2)} |"
         )
     return head + "\n".join(lines)
 
 
 def grid_table(study: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """Markdown: tasks by methods, in per cent, mean over seeds of the mean of the five best evaluations / the last; then the paper's numbers."""
+    """Markdown: tasks by methods, then the paper's numbers.
+
+    A cell is in per cent: mean over seeds of the mean of the five best evaluations / of the last one.
+    """
     grid, paper = study["grid"], study.get("paper", {})
     found = {row["name"]: row for row in rows}
 
@@ -206,7 +215,8 @@ def grid_table(study: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     for task, level in grid["tasks"].items():
         published = [str(numbers.get(task, "-")) for numbers in paper.values()]
         lines.append(
-            f"| {task}{f' ({level})' if level else ''} | {' | '.join(cell(runs(task, method)) for method in methods)} | {' | '.join(published)} |"
+            f"| {task}{f' ({level})' if level else ''} | {' | '.join(cell(runs(task, method)) for method in methods)} "
+            f"| {' | '.join(published)} |"
         )
     complete = [
         task for task in grid["tasks"] if all(len(runs(task, method)) == len(grid["seeds"]) for method in methods)
@@ -216,9 +226,8 @@ def grid_table(study: dict[str, Any], rows: list[dict[str, Any]]) -> str:
             cell([entry for task in complete for entry in runs(task, method)]).split(" (")[0] for method in methods
         ]
         published = [f"{statistics.mean(numbers[task] for task in complete):.0f}" for numbers in paper.values()]
-        lines.append(
-            f"| mean{'' if len(complete) == len(grid['tasks']) else f' of the {len(complete)} complete tasks'} | {' | '.join(means)} | {' | '.join(published)} |"
-        )
+        which = "" if len(complete) == len(grid["tasks"]) else f" of the {len(complete)} complete tasks"
+        lines.append(f"| mean{which} | {' | '.join(means)} | {' | '.join(published)} |")
     lines += ["", "| method | network calls | training step, ms | inference, ms |", "|---|---|---|---|"]
     for method in methods:
         timed = [row for task in grid["tasks"] for row in runs(task, method) if row["step_ms"] is not None]
@@ -246,7 +255,11 @@ def write(
     }
     write_atomically(folder / "results.json", lambda file: file.write(json.dumps(data, indent=2).encode()))
     shown = grid_table(study, rows) if "grid" in study else table(rows)
-    text = f"# {study['title']}\n\n{study['description']}\n\n{shown}\n\nTimes are medians (p50) of processor time on one thread, at batch 1 for inference, measured one run after the other at the end. Made with `{command}`; every run's own command, and all versions, are in results.json.\n"
+    text = (
+        f"# {study['title']}\n\n{study['description']}\n\n{shown}\n\n"
+        "Times are medians (p50) of processor time on one thread, at batch 1 for inference, measured one run after the "
+        f"other at the end. Made with `{command}`; every run's own command, and all versions, are in results.json.\n"
+    )
     write_atomically(folder / "README.md", lambda file: file.write(text.encode()))
     return folder
 
@@ -280,9 +293,8 @@ def main() -> None:
         for future in concurrent.futures.as_completed(futures):
             try:
                 rows.append(future.result())
-                write(
-                    study, options.study, rows, options.jobs, options.threads
-                )  # after each, so that an interrupted study has a table
+                # after each run, so that an interrupted study has a table
+                write(study, options.study, rows, options.jobs, options.threads)
             except subprocess.CalledProcessError as error:
                 failed.append(futures[future])
                 tqdm.write(
@@ -291,7 +303,7 @@ def main() -> None:
             bar.update()
     finished = {row["name"] for row in rows}
     timed = [entry for entry in entries if entry["name"] in finished and folder_of(study, entry).exists()]
-    if "grid" in study:  # a method costs the same whatever its task and seed: one run of each is enough
+    if "grid" in study:  # the cost of a method does not depend on task and seed: one run per method is enough
         timed = list({entry["config"]: entry for entry in reversed(timed)}.values())
     for entry in tqdm(timed, desc="times", unit="run", disable=None):
         if not (folder_of(study, entry) / "times.json").is_file():

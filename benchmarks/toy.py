@@ -1,12 +1,12 @@
-"""Do the objectives cover the modes of experts who disagree? A toy with two of them.
+"""Do the objectives cover the modes of demonstrations that disagree? A toy task with two modes.
 
-The observation is one number o ~ U(-1, 1); the expert does m(o) or -m(o), half and half:
+The observation is one number o ~ U(-1, 1); the expert does m(o) or -m(o) with equal probability:
 
     m(o) = (0.6 + 0.2 sin(pi o), 0.4 cos(pi o))        in normalised actions, |m| between 0.4 and 0.8
 
-The mean of the experts is zero, which neither of them ever does. A sample is valid within 0.1 (Euclidean distance) of +m or -m.
-Every method trains the same small network on the same number of batches. Each run is one JSON file, which is kept: an interrupted
-command goes on where it stopped, and the table and the figure are made of the runs that it was asked for.
+The mean of the experts is zero, which no expert ever does. A sample is valid within 0.1 (Euclidean distance) of +m or
+-m. Every method trains the same small network on the same number of batches. Each run is stored as one JSON file, so an
+interrupted command continues where it stopped. The table and the figure show the requested runs.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ TRAINING = {"batch": 128, "learning_rate": 1e-3, "schedule": "cosine to 0", "wid
 EVALUATED = 4000  # samples, one per observation
 PLOTTED = 500
 HOT = (0.2, 0.5, 1.0)
-# Times of the diffusion objectives, 0..99 and 250 ln(sigma), in a range that the sines of a small MLP can resolve.
+# Scales the times of the diffusion objectives, 0..99 and 250 ln(sigma), to a range that a small MLP can resolve.
 DDPM_TIME, EDM_TIME = 0.01, 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A policy class by name, its options, and with how many network calls it is asked to act (empty: as it does by itself).
+    """A policy class by name, its options, and the numbers of network calls to evaluate (empty: the policy's default).
 
     Methods of one family share a row of the figure.
     """
@@ -149,14 +149,13 @@ def build(method: Method) -> GeneratorPolicy:
 
 
 def train(method: Method, steps: int, seed: int) -> GeneratorPolicy:
-    """A policy of the method, trained; its teacher, where it has one, is trained first in the same way."""
+    """Train a policy of the method; if it has a teacher, train that first in the same way."""
     teacher = train(METHODS[method.teacher], steps, seed) if method.teacher else None
     torch.manual_seed(seed)
     policy = build(method)
     normalizer = LinearNormalizer()
-    normalizer.fit(
-        {"obs": torch.tensor([[-1.0], [1.0]]), "action": torch.tensor([[-1.0, -1.0], [1.0, 1.0]])}
-    )  # changes nothing
+    # The identity: all values are in [-1, 1].
+    normalizer.fit({"obs": torch.tensor([[-1.0], [1.0]]), "action": torch.tensor([[-1.0, -1.0], [1.0, 1.0]])})
     if teacher is None:
         policy.set_normalizer(normalizer)
     else:  # what set_normalizer does with a teacher's checkpoint
@@ -180,9 +179,10 @@ def train(method: Method, steps: int, seed: int) -> GeneratorPolicy:
 def evaluate(
     policy: GeneratorPolicy, nfe: int | None = None, count: int = EVALUATED
 ) -> tuple[dict[str, float], Tensor, Tensor, Tensor]:
-    """The numbers of one row, and the observations (count,), actions (count, 2) and valid (count,) they are of.
+    """The numbers of one row, and the observations (count,), actions (count, 2) and validity (count,) behind them.
 
-    valid: share of samples within TOLERANCE of a mode; plus: share of +m among these; at_mean: share within TOLERANCE of zero.
+    valid: share of samples within TOLERANCE of a mode; plus: share of +m among these; at_mean: share within TOLERANCE
+    of zero.
     """
     if nfe is not None:
         policy.nfe = nfe
@@ -191,7 +191,10 @@ def evaluate(
     obs = torch.linspace(-1, 1, count)[:, None, None]
     action = policy.predict_action({"obs": obs})["action_pred"]
     hook.remove()
-    near = lambda point: (action - point).flatten(1).norm(dim=1) <= TOLERANCE
+
+    def near(point: Tensor) -> Tensor:
+        return (action - point).flatten(1).norm(dim=1) <= TOLERANCE
+
     plus, minus = near(modes(obs)), near(-modes(obs))
     valid = plus | minus
     total = valid.sum().item()
@@ -205,7 +208,7 @@ def evaluate(
 
 
 def run(name: str, steps: int, seed: int, folder: pathlib.Path) -> dict[str, Any]:
-    """The record of one method and seed: read, if it was made with the same settings, or else made and written."""
+    """The record of one method and seed, from its file if the settings are the same, else from a new run."""
     method = METHODS[name]
     settings = {
         "steps": steps,
@@ -226,7 +229,7 @@ def run(name: str, steps: int, seed: int, folder: pathlib.Path) -> dict[str, Any
     for nfe in method.nfe or (None,):
         torch.manual_seed(seed)
         numbers, obs, action, valid = evaluate(policy, nfe)
-        points = zip(obs.tolist(), action[:, 0].tolist(), valid.tolist())
+        points = zip(obs.tolist(), action[:, 0].tolist(), valid.tolist(), strict=True)
         rows.append(
             {**numbers, "points": [[round(o, 3), round(a, 3), int(ok)] for o, a, ok in points][:: EVALUATED // PLOTTED]}
         )
@@ -273,7 +276,7 @@ def percent(value: float) -> str:
 
 
 def shares(row: dict[str, Any]) -> str:
-    """Shares of +m and -m among the valid samples; nothing where these are too few to divide."""
+    """Shares of +m and -m among the valid samples; empty if there are too few."""
     return (
         "" if row["plus"] is None or row["valid"] < 0.01 else f"{100 * row['plus']:.0f} / {100 * (1 - row['plus']):.0f}"
     )
@@ -285,17 +288,20 @@ def markdown(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
     for row in rows:
         spread = f" ({percent(row['valid_range'][0])} to {percent(row['valid_range'][1])})" if row["seeds"] > 1 else ""
         lines.append(
-            f"| {row['label']} | `{row['method']}` | {row['nfe']} | {percent(row['valid'])}{spread} | {shares(row)} | {percent(row['at_mean'])} |"
+            f"| {row['label']} | `{row['method']}` | {row['nfe']} | {percent(row['valid'])}{spread} | {shares(row)} "
+            f"| {percent(row['at_mean'])} |"
         )
     versions = ", ".join(f"{name} {about['versions'][name]}" for name in ("python", "torch", "diffusers"))
     return "\n".join(
         [
             "# Two modes, one observation",
             "",
-            "Experts do m(o) or -m(o), half and half, with m(o) = (0.6 + 0.2 sin(pi o), 0.4 cos(pi o)) and o uniform on [-1, 1]. In these",
+            "Experts do m(o) or -m(o), half and half, with m(o) = (0.6 + 0.2 sin(pi o), 0.4 cos(pi o)) and o uniform "
+            "on [-1, 1]. In these",
             "normalised actions the modes are 0.8 to 1.6 apart and their mean is zero.",
             "",
-            f"- valid: share of {EVALUATED} samples, at evenly spaced o, within {TOLERANCE} (Euclidean distance) of a mode",
+            f"- valid: share of {EVALUATED} samples, at evenly spaced o, within {TOLERANCE} (Euclidean distance) "
+            "of a mode",
             "- +m / -m: shares of the two modes among the valid samples",
             f"- at the mean: share of samples within {TOLERANCE} of zero",
             "- NFE: network calls per action, counted",
@@ -304,10 +310,14 @@ def markdown(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
             "",
             "![samples](toy.png)",
             "",
-            f"Made with `{about['command']}`: {seeds} seed{'s' if seeds > 1 else ''}, {about['steps']} steps of {TRAINING['batch']}",
-            f"observations, AdamW {TRAINING['learning_rate']:g} with cosine decay, a residual MLP of {TRAINING['blocks']} blocks of width {TRAINING['width']}; methods with several samples",
-            "per observation draw 8. A teacher is trained for as many steps before its student. One step budget and one learning rate for",
-            f"all: a low share says what a method does here, not what it could do when tuned. {'One seed says nothing of the spread. ' if seeds == 1 else ''}{versions}.",
+            f"Made with `{about['command']}`: {seeds} seed{'s' if seeds > 1 else ''}, {about['steps']} steps of "
+            f"{TRAINING['batch']}",
+            f"observations, AdamW {TRAINING['learning_rate']:g} with cosine decay, a residual MLP of "
+            f"{TRAINING['blocks']} blocks of width {TRAINING['width']}; methods with several samples",
+            "per observation draw 8. A teacher is trained for as many steps before its student. One step budget and "
+            "one learning rate for",
+            "all: a low share says what a method does here, not what it could do when tuned. "
+            f"{'One seed says nothing of the spread. ' if seeds == 1 else ''}{versions}.",
             "",
             "`runs/` holds one file per method and seed; delete one to make it again. `toy.json` is the table as data.",
             "",
@@ -316,7 +326,10 @@ def markdown(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
 
 
 def figure(records: list[dict[str, Any]], path: pathlib.Path) -> None:
-    """The first action coordinate of samples against o: a row a family, a panel a method (its first seed and fewest calls)."""
+    """Plot the first action coordinate of samples against o: a row per family, a panel per method.
+
+    A panel shows the method's first seed and fewest calls.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -334,11 +347,11 @@ def figure(records: list[dict[str, Any]], path: pathlib.Path) -> None:
     )
     grid = torch.linspace(-1, 1, 200)
     curve = modes(grid[:, None, None])[:, 0, 0]
-    for line, (family, members) in zip(axes, families.items()):
+    for line, (family, members) in zip(axes, families.items(), strict=True):
         line[0].set_ylabel(f"{family}\n", fontsize=10, fontweight="bold")
         for axis in line[len(members) :]:
             axis.set_visible(False)
-        for axis, record in zip(line, members):
+        for axis, record in zip(line, members, strict=False):  # the rest of the row is empty
             for sign in (1, -1):
                 axis.fill_between(
                     grid, sign * curve - TOLERANCE, sign * curve + TOLERANCE, color="0.86", linewidth=0, zorder=1
@@ -347,7 +360,7 @@ def figure(records: list[dict[str, Any]], path: pathlib.Path) -> None:
             for wanted, color in ((0, "#d1502f"), (1, "#1f5fa8")):
                 chosen = [(o, a) for o, a, valid in points if valid == wanted]
                 if chosen:
-                    axis.scatter(*zip(*chosen), s=3, color=color, linewidths=0, zorder=2 + wanted)
+                    axis.scatter(*zip(*chosen, strict=True), s=3, color=color, linewidths=0, zorder=2 + wanted)
             axis.set_title(METHODS[record["method"]].label, fontsize=9, pad=14)
             valid = ",  ".join(
                 f"{percent(row['valid'])} at NFE {row['nfe']}" for row in [record["rows"][0], *record["rows"][1:][-1:]]
@@ -361,8 +374,8 @@ def figure(records: list[dict[str, Any]], path: pathlib.Path) -> None:
         lowest.tick_params(labelbottom=True)
         lowest.set_xlabel("observation", fontsize=8)
     fig.suptitle(
-        "First action coordinate of samples, at the fewest network calls, where experts do either of two things (grey).  "
-        "Blue: valid, red: not.",
+        "First action coordinate of samples, at the fewest network calls, where experts do either of two things "
+        "(grey).  Blue: valid, red: not.",
         fontsize=10,
         y=1 - 0.1 / height,
         va="top",
@@ -399,7 +412,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     unknown = [name for name in arguments.methods if name not in available()]
     if unknown:
-        parser.error(f"there is no method {', '.join(unknown)}; there are: {', '.join(available())}")
+        parser.error(f"unknown method {', '.join(unknown)}; choose from {', '.join(available())}")
     if arguments.steps < 1 or arguments.seeds < 1:
         parser.error("--steps and --seeds must be at least 1")
 
@@ -415,7 +428,8 @@ def main(argv: list[str] | None = None) -> None:
             records.append(run(name, arguments.steps, seed, output / "runs"))
             for row in records[-1]["rows"]:
                 print(
-                    f"{name:<24} seed {seed}  NFE {row['nfe']:<4} valid {percent(row['valid']):>6}  +m/-m {shares(row):>8}",
+                    f"{name:<24} seed {seed}  NFE {row['nfe']:<4} valid {percent(row['valid']):>6}  "
+                    f"+m/-m {shares(row):>8}",
                     file=sys.stderr,
                     flush=True,
                 )

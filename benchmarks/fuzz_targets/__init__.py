@@ -17,6 +17,6 @@ NAMES = {
 
 
 def load(name: str) -> type:
-    """The class of a target; imported only now, since some need torch and some start faster without."""
+    """Import the class of a target; only when needed, since some need torch and the others start faster without."""
     module, _, kind = NAMES[name].partition(".")
     return getattr(importlib.import_module(f"{__name__}.{module}"), kind)

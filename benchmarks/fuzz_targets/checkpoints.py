@@ -45,7 +45,7 @@ def equal(a, b) -> bool:
 
 
 class CheckpointTarget(FileTarget):
-    """Oracle: changed bytes give an error or what was written; a rebuilt archive gives an error or a payload of the right structure."""
+    """Oracle: changed bytes give an error or the written values, a rebuilt archive an error or a valid payload."""
 
     def __init__(self, folder: pathlib.Path, canary: pathlib.Path):
         self.path, self.canary = folder / "case.ckpt", canary
@@ -85,7 +85,7 @@ class CheckpointTarget(FileTarget):
         return mutate_bytes(rng, self.data)
 
     def _pickle(self, rng) -> bytes:
-        """With right checksums."""
+        """Rebuild the archive with correct checksums."""
         name = next(name for name in self.entries if name.endswith("data.pkl"))
         return rebuilt({**self.entries, name: mutate_bytes(rng, self.entries[name])})
 
@@ -157,7 +157,7 @@ class CheckpointTarget(FileTarget):
         return data
 
     def _whole(self, rng) -> bytes:
-        """Something else that torch.save can write, or no torch file at all."""
+        """Write something else with torch.save, or no torch file at all."""
         out = io.BytesIO()
         torch.save(
             pick(
@@ -192,7 +192,7 @@ class CheckpointTarget(FileTarget):
 
 
 def _plain(value, tensors: bool = True):
-    """The same with plain dicts, so that everything inside is a place to change."""
+    """Convert to plain dicts, so that every value can be changed."""
     if isinstance(value, dict):
         return {key: _plain(child, tensors) for key, child in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""robomimic's hdf5 files: bytes of good ones changed, and well-formed ones that are odd."""
+"""robomimic's hdf5 files: valid ones with changed bytes, and well-formed but unusual ones."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ def write(path: pathlib.Path, libver: str = "earliest", **arguments) -> None:
 
 
 class Hdf5Target(FileTarget):
-    """Oracle: what is read equals what h5py alone reads from the same file; where all of a file is checksummed (`latest` with fletcher32),
-    it equals what was written."""
+    """Oracle: the result equals what h5py reads from the same file.
+
+    If the whole file is checksummed (`latest` with fletcher32), it equals what was written.
+    """
 
     FORMATS = {
         "contiguous": {},
@@ -85,7 +87,7 @@ class Hdf5Target(FileTarget):
             else:
                 with h5py.File(self.path, "r") as file:
                     expected = np.concatenate([file[f"data/demo_{demo}/{key}"][:] for demo in range(len(ends))])
-            # Zeros have the Fletcher checksum zero: where both were overwritten by zeros, nothing shows it.
+            # The Fletcher checksum of zeros is zero, so overwriting both with zeros cannot be detected.
             if found.shape != expected.shape or not ((found == expected) | (found == 0) & (base == "latest")).all():
                 raise Finding(
                     f"{key} was read with other values than {'were written' if base == 'latest' else 'by h5py'}"
@@ -93,7 +95,7 @@ class Hdf5Target(FileTarget):
         return "read"
 
     def _restructure(self, rng) -> str:
-        """Make the file odd, by h5py; returns how, or '' if it is still good."""
+        """Change the file with h5py; return how, or '' if it is still valid."""
         with h5py.File(self.path, "r+") as file:
             name = f"data/demo_{int(rng.integers(len(LENGTHS)))}"
             key = f"{name}/{pick(rng, KEYS)}"
@@ -173,7 +175,7 @@ class Hdf5Target(FileTarget):
                     other = pick(rng, ["data/demo_", "data/demo_-1", "data/demo_00", "data/épisode", "elsewhere"])
                     file.move(name, other)
                     if name.endswith(str(len(LENGTHS) - 1)) and not other.startswith("data/"):
-                        return ""  # the last one is gone: a good file with fewer
+                        return ""  # a valid file without its last demonstration
                 case "env_args":
                     file["data"].attrs["env_args"] = pick(rng, ["{", "[1]", b"\xff\xfe", 3, [1, 2], "[" * 60_000])
                 case "pickle":

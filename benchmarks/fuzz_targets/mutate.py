@@ -1,4 +1,4 @@
-"""Damage, from a random generator: to bytes, to JSON, and payloads that would create a file."""
+"""Random damage to bytes and JSON, and payloads that would create a file."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ ODD = (
 
 
 class FileTarget:
-    """A target whose cases are made by a random generator of their own."""
+    """A target whose cases are each made by a separate random generator."""
 
     def inputs(self, seed: int, start: int, stop: int, use: Callable[[int, Any], None]) -> None:
         for number in range(start, stop):
@@ -76,7 +76,7 @@ class FileTarget:
 
 
 class StrategyTarget:
-    """A target whose cases are drawn from the hypothesis strategy `self.strategy`, in runs of `batch` that do not depend on each other."""
+    """A target whose cases are drawn from the hypothesis strategy `self.strategy`, in independent runs of `batch`."""
 
     batch = 50
 
@@ -94,12 +94,12 @@ class StrategyTarget:
             )
             @given(self.strategy)
             def run(value: Any) -> None:
-                number = next(numbers, None)
+                number = next(numbers, None)  # noqa: B023  called in this iteration only
                 if number is not None:
                     use(number, value)
 
             run()
-            for number in numbers:  # of a small strategy, hypothesis may know that it has tried everything
+            for number in numbers:  # hypothesis may exhaust a small strategy
                 use(number, None)
 
     def describe(self, value: Any) -> str:
@@ -113,14 +113,14 @@ def pick(rng: np.random.Generator, values) -> Any:
 
 # ---------------------------------------------------------------------- bytes
 def mutate_bytes(rng: np.random.Generator, data: bytes, other: bytes = b"") -> bytes:
-    """One to a few changes; `other` is where a splice comes from."""
+    """Make one or a few changes; splices come from `other`."""
     for _ in range(int(rng.choice([1, 1, 1, 2, 4]))):
         data = pick(rng, BYTE_MUTATIONS)(rng, data, other or data)
     return data
 
 
 def _place(rng, data) -> int:
-    """Anywhere, but often near the beginning or the end, where headers are."""
+    """A random position, often near the beginning or the end, where headers are."""
     n = max(1, len(data))
     return int(
         pick(rng, [rng.integers(n), rng.integers(n), rng.integers(min(n, 64)), n - 1 - rng.integers(min(n, 64))])
@@ -143,7 +143,7 @@ def _set(rng, data, other):
 
 
 def _number(rng, data, other):
-    """An integer field becomes an odd one."""
+    """Replace an integer field by an unusual value."""
     width = int(rng.choice([2, 4, 8]))
     at = _place(rng, data)
     return (
@@ -187,13 +187,13 @@ BYTE_MUTATIONS = (_flip, _flip, _flip, _set, _set, _number, _number, _cut, _remo
 
 # ---------------------------------------------------------------------- structures
 def places(value: Any, path: tuple = ()) -> list[tuple]:
-    """The paths to everything inside nested dicts and lists."""
+    """Paths to all values of nested dicts and lists."""
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path, *(place for key, child in children for place in places(child, (*path, key)))]
 
 
 def mutate_structure(rng: np.random.Generator, value: Any, odd=ODD) -> Any:
-    """A copy of nested dicts and lists with something replaced, removed, renamed or doubled."""
+    """Copy nested dicts and lists with a value replaced, removed, renamed or duplicated."""
     value = copy.deepcopy(value)
     for _ in range(int(rng.choice([1, 1, 2]))):
         path = pick(rng, places(value))
@@ -224,7 +224,7 @@ def mutate_json(rng: np.random.Generator, data: bytes) -> bytes:
 
 # ---------------------------------------------------------------------- payloads
 class Creates:
-    """Unpickling it creates the file at `path`."""
+    """An object whose unpickling creates the file at `path`."""
 
     def __init__(self, path, function=open):
         self.path, self.function = str(path), function

@@ -36,7 +36,7 @@ FILLS = (0.0, 1.0, -1.0, 250.0, 1e6, 1e30, 3e38, 1e300, float("nan"), float("inf
 
 
 def tensors(obs_dim: int) -> st.SearchStrategy:
-    """Mostly of the right shape (B, 2 or more, Do), of any content; else of any shape."""
+    """Arrays of any content, mostly of the right shape (B, 2 or more, Do)."""
     right = st.tuples(st.integers(1, 4), st.integers(2, 4), st.just(obs_dim))
     shape = st.one_of(
         right,
@@ -93,7 +93,7 @@ def strategy_for(name: str) -> st.SearchStrategy:
 
 
 class ObservationTarget(StrategyTarget):
-    """Ends that are right: finite actions, as many and as large as they should be, or a ValueError or TypeError from a file of ours."""
+    """Correct results: finite actions of the right shape, or a ValueError or TypeError raised by the project's code."""
 
     batch = 100
 
@@ -120,7 +120,8 @@ class ObservationTarget(StrategyTarget):
         expected = (len(observation["obs"]), policy.n_action_steps, policy.action_dim)
         if tuple(action.shape) != expected or not torch.isfinite(action).all():
             raise Finding(
-                f"actions of shape {tuple(action.shape)} instead of {expected}, or not finite: {action.flatten()[:5].tolist()}"
+                f"actions of shape {tuple(action.shape)} instead of {expected}, or not finite: "
+                f"{action.flatten()[:5].tolist()}"
             )
         return "read"
 

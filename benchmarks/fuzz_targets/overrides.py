@@ -20,7 +20,7 @@ CONFIGS = (
     "train_naive_drifting_unet_lowdim",
     "train_diffusion_transformer_lowdim_pusht_workspace",
 )
-#: Either small or absurd: numbers between would only ask for what they get, a large network.
+#: Either small or absurd: values in between would only build a large network.
 NUMBERS = (
     "0",
     "1",
@@ -168,7 +168,7 @@ def flat(value, prefix: str = "") -> list[str]:
 
 
 class OverrideTarget(StrategyTarget):
-    """Ends that are right: a workspace that is ready to train, an error of ours, or Hydra's and OmegaConf's own about the configuration."""
+    """Correct results: a workspace ready to train, a project error, or a config error of Hydra or OmegaConf."""
 
     def __init__(self, folder: pathlib.Path, canary: pathlib.Path):
         self.folder, self.strategy = folder, strategy(canary)
@@ -181,7 +181,7 @@ class OverrideTarget(StrategyTarget):
             cfg = small_config(self.folder, name, tuple(overrides))
         except (HydraException, OmegaConfBaseException):
             return "hydra's own error"
-        except ConfigError:  # of a resolver of ours
+        except ConfigError:  # of the project's resolvers
             return "ConfigError"
         except (ValueError, AssertionError) as error:
             place = traceback.extract_tb(error.__traceback__)[-1].filename
@@ -189,7 +189,7 @@ class OverrideTarget(StrategyTarget):
                 raise
             return "hydra's own error"
         if "_target_" not in cfg:
-            return "no _target_"  # train.py then lists what there is
+            return "no _target_"  # train.py then lists the choices
         try:
             workspace = workspace_of(cfg, self.folder)
             workspace.prepare()

@@ -1,4 +1,4 @@
-"""Small good things that are damaged afterwards: a dataset, configurations, a workspace."""
+"""Small valid inputs to damage: a dataset, configurations, a workspace."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def zipped(entries: dict[str, bytes], kind: int = zipfile.ZIP_STORED) -> bytes:
 
 
 class ZarrTarget(FileTarget):
-    """Oracle: with the checksums that were written, what is read equals what was written; without, it equals what zarr alone reads."""
+    """Oracle: with checksums, the result equals what was written; without, what zarr reads."""
 
     def __init__(self, folder: pathlib.Path, canary: pathlib.Path):
         warnings.simplefilter("ignore")
@@ -194,7 +194,7 @@ class ZarrTarget(FileTarget):
         return entries
 
     def _semantic(self, rng, entries, name):
-        """Metadata that are well-formed and mean something else; with codecs that run code, chunks that would."""
+        """Well-formed metadata with another meaning; for codecs that run code, chunks that would do so."""
         try:
             metadata = json.loads(entries[name])
             version3 = name.endswith("zarr.json")

@@ -1,7 +1,7 @@
-"""DexArt's tasks: what is said when DexArt is not there, and the wrapper and the runner against a stand-in.
+"""DexArt's tasks: errors without DexArt, and the wrapper and the runner against a stand-in.
 
-DexArt and its assets cannot be had by `pip install`, and its simulator renders on NVIDIA's GPUs only. So these tests put a small module with its
-public interface into its place: its names, sizes, and where it draws its random numbers from. What they cannot show is DexArt's physics.
+DexArt and its assets are not on PyPI, and its simulator renders on NVIDIA GPUs only. So these tests replace it by a
+small module with its public interface: names, sizes, and sources of random numbers. They do not cover DexArt's physics.
 """
 
 import importlib.metadata
@@ -291,7 +291,7 @@ def test_a_start_and_its_noise_are_the_seed_s_alone(dexart, task):
     another.reset(seed=0)
     again = another.reset(seed=4)[0], another.step(np.full(22, 0.01))[0]
     assert_same(starts[4], after[0])
-    for one, other in zip(after, again):
+    for one, other in zip(after, again, strict=False):
         assert_same(one, other)
     held_out = make(task, use_test_set=True)
     assert [int(held_out.reset(seed=seed)[0]["agent_pos"][0]) for seed in range(3)] == [4000, 5000, 4000]
@@ -301,7 +301,7 @@ def test_without_a_seed_starts_go_on_from_the_last_one(dexart):
     env = make()
     first = [env.reset(seed=3)[0], env.reset()[0], env.reset()[0]]
     second = [env.reset(seed=3)[0], env.reset()[0], env.reset()[0]]
-    for one, other in zip(first, second):
+    for one, other in zip(first, second, strict=False):
         assert_same(one, other)
     assert not np.array_equal(first[1]["point_cloud"], first[2]["point_cloud"])
 

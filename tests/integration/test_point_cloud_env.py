@@ -1,4 +1,5 @@
-"""MetaWorld and Adroit through point clouds: views, starts, success, experts, demonstrations, rollouts, and what they say of bad input."""
+"""MetaWorld and Adroit through point clouds: views, starts, success, experts, demonstrations, rollouts, errors."""
+# ruff: noqa: E402  the project's imports follow the check of optional packages
 
 import importlib.util
 import json
@@ -315,7 +316,7 @@ def test_an_expert_of_adroit_succeeds_at_the_end(task, dapg):
 
 
 def test_the_cloud_of_hammer_is_dp3_s():
-    """Beside DP3's published clouds: the same frame and the same crop. Boards hang at random heights, so single points differ."""
+    """The frame and crop of DP3's published clouds. Boards hang at random heights, so single points differ."""
     path = SHARED / "data/adroit/adroit_hammer_expert.zarr"
     if not path.is_dir():
         pytest.skip("DP3's demonstrations of hammer are not beside this checkout")
@@ -324,8 +325,11 @@ def test_the_cloud_of_hammer_is_dp3_s():
     env = AdroitEnv("hammer", 512)
     ours = [env.reset(seed=seed)[0] for seed in range(10)]
     env.close()
-    # The hand and the hammer lie in the same place at the start: each of their points has one of ours close by, and the other way round.
-    hand = lambda cloud: cloud[cloud[:, 2] < 0.0]
+
+    # Hand and hammer start in the same place: each of their points is close to one of ours, and vice versa.
+    def hand(cloud):
+        return cloud[cloud[:, 2] < 0.0]
+
     for cloud in theirs["point_cloud"][starts][:, :, :3]:
         distance = np.linalg.norm(hand(cloud)[:, None] - hand(ours[0]["point_cloud"])[None], axis=2)
         assert np.median(distance.min(axis=0)) < 0.015 and np.median(distance.min(axis=1)) < 0.015

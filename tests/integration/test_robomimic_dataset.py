@@ -255,7 +255,7 @@ def test_pickles_in_attributes_never_run(path, process, tmp_path):
 
 @pytest.mark.parametrize("size", [2 * 10**7, 10**5, 505, 503, 100, 0])
 def test_a_chunk_that_inflates_to_another_size_is_refused(tmp_path, process, size):
-    """libhdf5 alone would unpack them all, or, of fewer than the 504 bytes that belong there, return what lies in memory after them."""
+    """libhdf5 would unpack all of them; with fewer than the expected 504 bytes it would return adjacent memory."""
     path = write(tmp_path / "bomb.hdf5", chunks=(9, 7), compression="gzip")
     with h5py.File(path, "r+") as file:
         file["data/demo_0/actions"].id.write_direct_chunk((0, 0), zlib.compress(bytes(size), 9))

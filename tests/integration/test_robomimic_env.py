@@ -1,4 +1,4 @@
-"""robomimic's tasks: the environments against robomimic's own, starts, experts, absolute actions, runners, and what they say of bad input."""
+"""robomimic's tasks: environments compared with robomimic's, starts, experts, absolute actions, runners, errors."""
 
 import copy
 import importlib.metadata
@@ -128,7 +128,7 @@ def assert_same(ours: dict, theirs: dict):
 def test_observations_actions_and_success_equal_robomimic_s(task, abs_action, robomimic_env):
     ours, theirs = RobosuiteTask(env_args(task), abs_action), robomimic_env(task, abs_action)
     assert ours.action_dimension == theirs.action_dimension == SIZES[task][1]
-    for mine, its in zip(ours.env.action_spec, theirs.env.action_spec):
+    for mine, its in zip(ours.env.action_spec, theirs.env.action_spec, strict=False):
         np.testing.assert_array_equal(mine, its)
     with seeded(5):
         theirs.reset()
@@ -161,7 +161,7 @@ def test_success_equals_robomimic_s_along_a_demonstration(scripted_lift, lift, r
     demos = read_demos(scripted_lift / "low_dim.hdf5", ["states", "rewards"])
     theirs.reset()
     found = set()
-    for state, reward in zip(demos.arrays["states"], demos.arrays["rewards"]):
+    for state, _reward in zip(demos.arrays["states"], demos.arrays["rewards"], strict=False):
         lift.reset_to({"states": state}), theirs.reset_to({"states": state})
         assert lift.is_success() == theirs.is_success()
         found.add(lift.is_success()["task"])
@@ -222,7 +222,7 @@ def test_an_episode_that_starts_at_a_state_is_the_one_that_began_there(scripted_
     for _ in range(3):
         lift.step(np.full(7, 0.7))
     lift.start_at({"states": demos.arrays["states"][last][0]})
-    for state, action in zip(demos.arrays["states"][last], demos.arrays["actions"][last]):
+    for state, action in zip(demos.arrays["states"][last], demos.arrays["actions"][last], strict=False):
         np.testing.assert_allclose(
             lift.get_state()["states"][1:], state[1:], atol=1e-4
         )  # the first number is the clock
@@ -285,7 +285,9 @@ def test_absolute_actions_are_the_controller_s_goals(scripted_lift, lift):
     )
     lift.start_at({"states": delta.arrays["states"][0]})
     rotations = RotationTransformer("axis_angle", "matrix")
-    for action, goal in zip(delta.arrays["actions"][: int(delta.episode_ends[0])], absolute.arrays["actions"]):
+    for action, goal in zip(
+        delta.arrays["actions"][: int(delta.episode_ends[0])], absolute.arrays["actions"], strict=False
+    ):
         lift.step(action)
         controller = lift.controllers()[0]
         np.testing.assert_allclose(controller.goal_pos, goal[:3], atol=1e-4)
@@ -332,7 +334,7 @@ def test_pictures_are_observed_and_skipped_where_nobody_looks(lift_pictures):
 
 # ---------------------------------------------------------------------- runners
 class Replays:
-    """A policy that plays demonstrations from their starts, as absolute poses with rotation_6d; after the end it holds the last pose."""
+    """A policy that replays demonstrations as absolute poses with rotation_6d, then holds the last pose."""
 
     device, dtype = torch.device("cpu"), torch.float32
 

@@ -1,4 +1,4 @@
-"""robomimic's hdf5 files with images: upstream's numbers, the file that the images are kept in, and what must not be read."""
+"""robomimic's hdf5 files with images: upstream's numbers, the image cache, and files that must be rejected."""
 
 import errno
 import logging
@@ -203,7 +203,7 @@ def test_no_process_holds_the_images(tmp_path, monkeypatch):
     path = write_robomimic(tmp_path / "x.hdf5", lengths=[10] * 20, size=32)
     one = 10 * 2 * 32 * 32 * 3
     for available, works in ((6 * one, True), (2 * one, False)):
-        monkeypatch.setattr(hdf5_reader, "available_bytes", lambda: available)
+        monkeypatch.setattr(hdf5_reader, "available_bytes", lambda available=available: available)
         if works:
             assert make(path, meta(size=32)).frames.take(torch.tensor([7, 8, 3])).shape == (3, 2 * 32 * 32 * 3)
             kept(path)[0].unlink()

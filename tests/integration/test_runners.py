@@ -142,7 +142,10 @@ def test_environments_are_kept_between_runs(tmp_path):
 
 def test_worlds_of_earlier_episodes_are_freed_even_if_the_collector_sees_no_reason(tmp_path):
     runner = small(PushTStateRunner, tmp_path, n_train=0, n_test=2, max_steps=8)
-    alive = lambda: sum(type(x) is pymunk.Space for x in gc.get_objects())
+
+    def alive():
+        return sum(type(x) is pymunk.Space for x in gc.get_objects())
+
     gc.collect()
     before = alive()
     gc.disable()

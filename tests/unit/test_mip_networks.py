@@ -38,8 +38,10 @@ def linear(n_in: int, n_out: int) -> int:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_parameter_counts(task):
-    """The published counts less the scalar head, which reads: mlp the last features; transformer the mean input, output and
-    memory; unet the mean middle features."""
+    """The published counts minus the scalar head.
+
+    The head reads: mlp the last features; transformer the mean input, output and memory; unet the mean middle features.
+    """
     obs_dim, action_dim, horizon, mlp, transformer, unet = TASKS[task]
     scalar_head = {
         "mlp": linear(512, 1),

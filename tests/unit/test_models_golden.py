@@ -87,7 +87,7 @@ def test_layers_are_torch_layers(cross_attention):
     stack = LayerStack(TransformerLayer(16, 4, 0.1, cross_attention), 2).eval()
     assert torch.equal(after_reference, torch.rand(1))
     assert list(stack.state_dict()) == list(reference.state_dict())
-    for ours, theirs in zip(stack.state_dict().values(), reference.state_dict().values()):
+    for ours, theirs in zip(stack.state_dict().values(), reference.state_dict().values(), strict=False):
         assert torch.equal(ours, theirs)
 
     x, memory = torch.randn(3, 5, 16), torch.randn(3, 2, 16)

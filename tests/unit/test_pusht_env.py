@@ -110,7 +110,7 @@ def test_same_seed_same_trajectory_and_a_used_environment_is_as_good_as_new():
     used = PushTEnv()
     rollout(used, pushing_actions(2), seed=2)
     assert np.ptp(fresh[0][:, 2]) > 1, "the actions must move the block"
-    for a, b in zip(fresh, rollout(used, actions, seed=3)):
+    for a, b in zip(fresh, rollout(used, actions, seed=3), strict=False):
         np.testing.assert_array_equal(a, b)
     np.testing.assert_array_equal(used.reset()[0], fresh[0][0])
     assert not np.array_equal(used.reset(seed=8)[0], fresh[0][0])

@@ -59,7 +59,7 @@ def test_euler_angles(convention):
     back = transformer.inverse(matrix)
     np.testing.assert_allclose(transformer.forward(back), matrix, atol=1e-7)
     by_hand = np.eye(3)
-    for axis, angle in zip(convention, euler[0]):
+    for axis, angle in zip(convention, euler[0], strict=False):
         by_hand = by_hand @ matrix_of(np.eye(3)["XYZ".index(axis)] * angle)
     np.testing.assert_allclose(matrix[0], by_hand, atol=1e-12)
 

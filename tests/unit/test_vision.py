@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from diffusion_policy.common.errors import ConfigError
-from diffusion_policy.model.vision.crop_randomizer import CenterCrop, CropRandomizer
 from diffusion_policy.model.mip.image_encoder import ImageEncoder
+from diffusion_policy.model.vision.crop_randomizer import CenterCrop, CropRandomizer
 from diffusion_policy.model.vision.model_getter import get_resnet
 from diffusion_policy.model.vision.multi_image_obs_encoder import MultiImageObsEncoder, Resize, Standardize
 from tests import golden
@@ -42,8 +42,8 @@ def test_a_random_crop_is_the_window_at_the_drawn_corner():
     torch.manual_seed(3)
     tops = (torch.rand(6, 1) * 8).long().flatten()  # height before width
     lefts = (torch.rand(6, 1) * 8).long().flatten()
-    assert out.shape == (6, 3, 12, 9) and len(set(zip(tops.tolist(), lefts.tolist()))) > 1
-    for image, top, left, seen in zip(images, tops, lefts, out):
+    assert out.shape == (6, 3, 12, 9) and len(set(zip(tops.tolist(), lefts.tolist(), strict=False))) > 1
+    for image, top, left, seen in zip(images, tops, lefts, out, strict=False):
         assert torch.equal(seen, image[:, top : top + 12, left : left + 9])
 
 
