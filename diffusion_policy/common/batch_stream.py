@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from diffusion_policy.common.errors import ConfigError
@@ -61,6 +62,15 @@ class BatchStream:
         self.size, self.batch_size, self.seed, self.shuffle = len(dataset), batch_size, seed, shuffle
         self.batches_per_pass = self.size // batch_size if drop_last else -(-self.size // batch_size)
         self.loader = loader
+
+    @classmethod
+    def from_config(cls, dataset: Dataset, loader: DictConfig, seed: int) -> BatchStream:
+        """A stream with the options of a config's section `dataloader` or `val_dataloader`."""
+        options: Any = OmegaConf.to_container(loader, resolve=True)
+        options["pin_memory"] = bool(options.get("pin_memory")) and torch.cuda.is_available()
+        if not options.get("num_workers"):
+            options.pop("persistent_workers", None)
+        return cls(dataset, seed=seed, **options)
 
     def indices(self, start: int) -> Iterator[torch.Tensor]:
         """Index batches from number `start` on."""

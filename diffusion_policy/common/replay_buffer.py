@@ -18,7 +18,7 @@ import zarr
 from zarr.storage import ZipStore
 
 from diffusion_policy.common.errors import DataError, DataNotFoundError
-from diffusion_policy.common.zarr_checks import (
+from diffusion_policy.storage.zarr_checks import (
     READ_BLOCK_BYTES,
     check_chunks,
     check_chunks_compatible,

@@ -4,9 +4,10 @@ import torch
 
 from diffusion_policy.model.common.module_attr_mixin import ModuleAttrMixin
 from diffusion_policy.model.common.normalizer import LinearNormalizer
+from diffusion_policy.policy.training_hooks import TrainingHooks
 
 
-class BaseLowdimPolicy(ModuleAttrMixin):
+class BaseLowdimPolicy(ModuleAttrMixin, TrainingHooks):
     """B: batch, T: horizon, To: observation steps, Ta: executed steps, Do, Da: widths. Inputs and outputs are not normalised."""
 
     def predict_action(self, obs_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -20,7 +20,6 @@ import zarr
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from diffusion_policy.common import checkpoint_io
 from diffusion_policy.common.config_util import resolve_device
 from diffusion_policy.common.errors import ConfigError, UserError
 from diffusion_policy.common.random_state import seed_everything
@@ -28,6 +27,7 @@ from diffusion_policy.common.replay_buffer import ReplayBuffer
 from diffusion_policy.env.pusht.pusht_env import WINDOW
 from diffusion_policy.env.pusht.pusht_keypoints_env import PushTKeypointsEnv
 from diffusion_policy.scripts.eval import load_policy
+from diffusion_policy.storage import checkpoint_io
 
 FIRST_SEED = 200000  # apart from the demonstrators' (0..205) and from the held-out ones (100000 on)
 

@@ -14,9 +14,9 @@ import argparse
 import pathlib
 import sys
 
-from diffusion_policy.common import checkpoint_io, weights_io
 from diffusion_policy.common.config_util import register_resolvers
 from diffusion_policy.common.errors import CheckpointError, ConfigError, UserError
+from diffusion_policy.storage import checkpoint_io, weights_io
 
 
 def parser() -> argparse.ArgumentParser:

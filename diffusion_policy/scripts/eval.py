@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from diffusion_policy.common import checkpoint_io
 from diffusion_policy.common.config_util import build, register_resolvers, resolve_device
 from diffusion_policy.common.errors import CheckpointError, ConfigError, EvaluationError, UserError
 from diffusion_policy.common.random_state import seed_everything
 from diffusion_policy.common.statistics import mean_interval
-from diffusion_policy.common.weights_io import acting_weights
+from diffusion_policy.storage import checkpoint_io
+from diffusion_policy.storage.weights_io import acting_weights
 
 #: First seed of each named set. `mip` shares its starts with the public demonstrations, `heldout` does not.
 SEED_SETS = {"mip": 0, "heldout": 100000}

@@ -23,12 +23,13 @@ import numpy as np
 import zarr
 from tqdm import tqdm
 
-from diffusion_policy.common.checkpoint_io import versions, write_atomically
 from diffusion_policy.common.errors import ConfigError, UserError
 from diffusion_policy.common.replay_buffer import ReplayBuffer
 from diffusion_policy.env.adroit import adroit
 from diffusion_policy.env.metaworld import metaworld_wrapper as metaworld
 from diffusion_policy.env.point_cloud_env import known_task
+from diffusion_policy.storage.atomic import write_atomically
+from diffusion_policy.storage.checkpoint_io import versions
 
 POINTS = {"metaworld": 1024, "adroit": 512}  # DP3's
 MIN_SUCCESS_STEPS = 5  # of a demonstration of MetaWorld: it is solved, not only passed by

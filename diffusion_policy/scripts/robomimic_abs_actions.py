@@ -24,8 +24,8 @@ from tqdm import tqdm
 
 from diffusion_policy.common.arm_actions import ARM_DIM
 from diffusion_policy.common.errors import DataError, UserError
-from diffusion_policy.common.hdf5_reader import read_demos
 from diffusion_policy.env.robomimic.robosuite_task import RobosuiteTask
+from diffusion_policy.storage.hdf5_reader import read_demos
 
 SETTLE = 10  # steps that a replay may go on after the last action: a cube that is being lifted needs a few
 

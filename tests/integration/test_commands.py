@@ -16,7 +16,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from diffusion_policy.common import checkpoint_io
+from diffusion_policy.storage import checkpoint_io
 from diffusion_policy.common.errors import CheckpointError
 from tests.util import ROOT, equal, write_pusht
 

@@ -10,7 +10,7 @@ from diffusers import DDIMScheduler, DDPMScheduler
 from omegaconf import OmegaConf
 from torch import nn
 
-from diffusion_policy.common import checkpoint_io
+from diffusion_policy.storage import checkpoint_io
 from diffusion_policy.common.errors import ConfigError
 from diffusion_policy.common.normalize_util import get_image_range_normalizer
 from diffusion_policy.model.common.normalizer import LinearNormalizer

@@ -423,7 +423,7 @@ def test_without_a_place_to_write_the_images_stay_in_memory(tmp_path, monkeypatc
     def refuse(*_):
         raise PermissionError("read-only")
 
-    monkeypatch.setattr("diffusion_policy.common.frame_cache.write_atomically", refuse)
+    monkeypatch.setattr("diffusion_policy.storage.frame_cache.write_atomically", refuse)
     with caplog.at_level(logging.WARNING):
         dataset = PushTImageDataset(write_pusht(tmp_path / "pusht.zarr", episodes=1, length=20), **WINDOW)
     assert len(dataset.frames) == 20 and "kept in memory" in caplog.text and not list(tmp_path.glob("*.npy"))

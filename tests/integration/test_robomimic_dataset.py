@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion_policy.common import hdf5_reader
+from diffusion_policy.storage import hdf5_reader
 from diffusion_policy.common.errors import ConfigError, DataError, DataNotFoundError
-from diffusion_policy.common.hdf5_reader import Hdf5Process, read_demos
+from diffusion_policy.storage.hdf5_reader import Hdf5Process, read_demos
 from diffusion_policy.dataset.robomimic_replay_lowdim_dataset import RobomimicReplayLowdimDataset
 
 KEYS = ("actions", "obs/object")

@@ -19,7 +19,7 @@ pytest.importorskip("robosuite")
 
 from diffusion_policy.common.arm_actions import encode_rotations
 from diffusion_policy.common.errors import ConfigError, DataError
-from diffusion_policy.common.hdf5_reader import read_demos
+from diffusion_policy.storage.hdf5_reader import read_demos
 from diffusion_policy.env.robomimic.robomimic_image_wrapper import RobomimicImageWrapper
 from diffusion_policy.env.robomimic.robomimic_lowdim_wrapper import RobomimicLowdimWrapper
 from diffusion_policy.env.robomimic.robosuite_task import SCENE_SEED, RobosuiteTask, seeded

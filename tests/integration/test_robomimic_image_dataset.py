@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from benchmarks.data import write_robomimic
-from diffusion_policy.common import hdf5_reader
+from diffusion_policy.storage import hdf5_reader
 from diffusion_policy.common.batch_stream import BatchStream
 from diffusion_policy.common.errors import ConfigError, DataError, DataNotFoundError
-from diffusion_policy.common.hdf5_reader import Hdf5Process
+from diffusion_policy.storage.hdf5_reader import Hdf5Process
 from diffusion_policy.common.pytorch_util import dict_apply
 from diffusion_policy.dataset import robomimic_replay_image_dataset as module
 from diffusion_policy.dataset.robomimic_replay_image_dataset import RobomimicReplayImageDataset
@@ -183,7 +183,7 @@ def test_without_a_place_to_write_the_images_stay_in_memory(path, error, monkeyp
     def refuse(*_):
         raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr("diffusion_policy.common.frame_cache.write_atomically", refuse)
+    monkeypatch.setattr("diffusion_policy.storage.frame_cache.write_atomically", refuse)
     dataset = make(path)
     assert "kept in memory" in caplog.text and not kept(path)
     assert torch.equal(dataset.get_batch(range(20))["obs"][CAMERAS[1]], expected["obs"][CAMERAS[1]])

@@ -518,7 +518,7 @@ def test_declared_sizes_are_bounded_before_anything_is_allocated(copied):
 
 def test_an_array_larger_than_the_memory_is_named_with_both_sizes(copied, monkeypatch):
     array = zarr.open_group(copied, mode="r")["data/img"]
-    monkeypatch.setattr("diffusion_policy.common.zarr_checks.available_bytes", lambda: 400)
+    monkeypatch.setattr("diffusion_policy.storage.zarr_checks.available_bytes", lambda: 400)
     with pytest.raises(DataError, match=r"shape \(50, 3, 3\), .* bytes, but only 400 bytes of memory are free"):
         read_array(array)
 

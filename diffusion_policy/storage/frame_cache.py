@@ -8,9 +8,9 @@ import weakref
 import numpy as np
 import torch
 
-from diffusion_policy.common.checkpoint_io import write_atomically
 from diffusion_policy.common.errors import DataError
 from diffusion_policy.common.memory import readable_bytes
+from diffusion_policy.storage.atomic import write_atomically
 
 log = logging.getLogger(__name__)
 

@@ -154,7 +154,7 @@ class Hdf5Process:
 
 def _start() -> subprocess.Popen:
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from diffusion_policy.common.hdf5_reader import _serve; _serve()"
+        "import sys; sys.path.insert(0, sys.argv[1]); from diffusion_policy.storage.hdf5_reader import _serve; _serve()"
     )
     environment = {
         **os.environ,
