@@ -131,14 +131,14 @@ def continue_command(folder: pathlib.Path) -> str:
 
 
 # ---------------------------------------------------------------------- the end of a run
-def storage_error(error: OSError, folder: pathlib.Path, step: int) -> OSError:
-    """`error`, or, if the disk is full or a write failed, a StorageError that says how to continue."""
+def storage_error(error: OSError, folder: pathlib.Path, step: int) -> StorageError | None:
+    """A message on how to continue, if `error` is a full disk or a failed write; else None."""
     if isinstance(error, StorageError):
         what = str(error)
     elif error.errno in atomic.FULL_DISK:
         what = f"{error.filename or folder}: {atomic.reason(error)}"
     else:
-        return error
+        return None
     return StorageError(
         f"{what}. The run stopped at step {step}; its last checkpoint is complete. Free some space, then continue "
         f"with\n    {continue_command(folder)}"

@@ -97,7 +97,10 @@ class TrainWorkspace(BaseWorkspace):
                     self._train(stop, runner)
                 return self._finish()
             except OSError as error:
-                raise run_folder.storage_error(error, self.folder, self.global_step) from error
+                explained = run_folder.storage_error(error, self.folder, self.global_step)
+                if explained is None:
+                    raise
+                raise explained from error
 
     def _finish(self) -> dict[str, Any]:
         if self.global_step < self.total_steps:

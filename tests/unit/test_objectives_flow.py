@@ -317,7 +317,7 @@ def test_it_is_diffusion_policy_to_the_last_bit():
 )
 def test_network_calls(policy_class, nfe, calls):
     policy = make(policy_class, **options(policy_class))
-    assert hasattr(policy, "nfe") == (policy_class not in (RegressionPolicy, StraightFlowPolicy))
+    assert bool(policy.nfe) == (policy_class not in (RegressionPolicy, StraightFlowPolicy))
     if nfe:
         policy.nfe = nfe
     seen = []
