@@ -42,7 +42,7 @@ class BatchStream:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Any,
         batch_size: int,
         seed: int = 0,
         shuffle: bool = True,
@@ -64,7 +64,7 @@ class BatchStream:
         self.loader = loader
 
     @classmethod
-    def from_config(cls, dataset: Dataset, loader: DictConfig, seed: int) -> BatchStream:
+    def from_config(cls, dataset: Any, loader: DictConfig, seed: int) -> BatchStream:
         """A stream with the options of a config's section `dataloader` or `val_dataloader`."""
         options: Any = OmegaConf.to_container(loader, resolve=True)
         options["pin_memory"] = bool(options.get("pin_memory")) and torch.cuda.is_available()

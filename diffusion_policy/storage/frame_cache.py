@@ -1,9 +1,14 @@
-"""Frames that are made once, kept in a plain .npy file beside their dataset, and read from there batch by batch."""
+"""Image frames that are rendered or decoded once, cached in a .npy file, and read from there batch by batch."""
 
+from __future__ import annotations
+
+import itertools
 import logging
 import math
 import os
 import weakref
+from collections.abc import Callable
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -26,24 +31,24 @@ class MemoryFrames:
 
     def take(self, rows: torch.Tensor) -> torch.Tensor:
         """rows: (N,) -> the bytes of these frames, (N, bytes) uint8."""
-        # Whole rows of bytes: many times faster than indexing an array of more dimensions.
+        # Whole rows of bytes: much faster than indexing an array of more dimensions.
         return self.rows.index_select(0, rows)
 
 
 class FileFrames:
-    """Frames (M, ...) uint8 in an .npy file, of which memory holds what `take` returned and no more.
+    """Frames (M, ...) uint8 in an .npy file; only the result of `take` is in memory.
 
-    The file is not mapped: all that a process has ever looked at in a mapping counts as its memory, and if the file is cut short
-    meanwhile the process is killed. Reading takes as long. Worker processes read the same file, forked or not.
+    The file is not mapped: pages of a mapping count as memory of the process, and the process is killed if the file is
+    truncated meanwhile. Reading is as fast. Worker processes read the same file, forked or not.
     """
 
     def __init__(self, file: str):
-        frames = np.load(file, mmap_mode="r")  # where they begin; also checks that the file is as long as it says
+        frames = np.load(file, mmap_mode="r")  # to find their offset; also checks the length of the file
         self.file, self.length, self.bytes, self.offset = file, len(frames), math.prod(frames.shape[1:]), frames.offset
         self.handle = os.open(file, os.O_RDONLY)
         weakref.finalize(self, os.close, self.handle)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return FileFrames, (self.file,)
 
     def __len__(self) -> int:
@@ -51,29 +56,35 @@ class FileFrames:
 
     def take(self, rows: torch.Tensor) -> torch.Tensor:
         """rows: (N,) -> the bytes of these frames, (N, bytes) uint8."""
-        rows = rows.numpy()
-        out = np.empty((len(rows), self.bytes), np.uint8)
-        starts = np.flatnonzero(
-            np.diff(rows, prepend=-2) != 1
-        ).tolist()  # the steps of a window follow each other: one reading
-        for start, end in zip(starts, [*starts[1:], len(rows)]):
-            self._read(out[start:end], self.offset + int(rows[start]) * self.bytes)
+        numbers = rows.numpy()
+        out = np.empty((len(numbers), self.bytes), np.uint8)
+        starts = np.flatnonzero(np.diff(numbers, prepend=-2) != 1).tolist()  # consecutive rows need one read
+        for start, end in itertools.pairwise([*starts, len(numbers)]):
+            self._read(out[start:end], self.offset + int(numbers[start]) * self.bytes)
         return torch.from_numpy(out)
 
-    def _read(self, out: np.ndarray, offset: int):
-        left = memoryview(out).cast("B")
+    def _read(self, out: np.ndarray, offset: int) -> None:
+        left = out.data.cast("B")
         while left:
-            size = os.preadv(self.handle, [left], offset)  # not seek and read: forked processes share a file's position
+            size = os.preadv(self.handle, [left], offset)  # forked processes share a file position, so no seek
             if not size:
-                raise DataError(f"{self.file} was cut short while it was in use. Start again: it will be made anew.")
+                raise DataError(f"{self.file} was cut short while it was in use. Start again to rebuild it.")
             left, offset = left[size:], offset + size
 
 
-def cached_frames(file: str, shape: tuple, write, in_memory, check=lambda frames: True) -> FileFrames | MemoryFrames:
-    """Frames of `shape`, uint8, in `file`, which is made if it is missing or not what it should be.
+def cached_frames(
+    file: str,
+    shape: tuple,
+    write: Callable[[IO[bytes]], Any],
+    in_memory: Callable[[], np.ndarray],
+    check: Callable[[np.ndarray], bool] = lambda frames: True,
+) -> FileFrames | MemoryFrames:
+    """Frames of `shape`, uint8, in `file`, which is written if it is missing or wrong.
 
-    write(out) writes the frames' bytes to an open file that ends there; it becomes `file` only when it is complete. check(frames) says
-    whether an existing file's content is right, as far as that can be seen. in_memory() are the frames where no file can be written.
+    Args:
+        write: write(out) appends the bytes of all frames to an open file, which becomes `file` once it is complete.
+        in_memory: returns the frames, for the case that no file can be written.
+        check: whether the content of an existing file looks right.
     """
     if os.path.isfile(file):
         try:
@@ -82,17 +93,17 @@ def cached_frames(file: str, shape: tuple, write, in_memory, check=lambda frames
                 return FileFrames(file)
         except (ValueError, OSError, EOFError):
             pass
-        log.warning("%s is damaged or was made in another way: it is made again", file)
-    log.info("images of %s are made, once, and kept in %s", readable_bytes(math.prod(shape)), file)
+        log.warning("%s is damaged or of another version: rebuilding it", file)
+    log.info("caching images of %s, once, in %s", readable_bytes(math.prod(shape)), file)
 
-    def content(out) -> None:
+    def content(out: IO[bytes]) -> None:
         np.lib.format.write_array_header_1_0(out, {"descr": "|u1", "fortran_order": False, "shape": shape})
-        out.flush()  # a process that `write` starts may append to the file by its name
+        out.flush()  # `write` may start a process that appends to the file by name
         write(out)
 
     try:
         write_atomically(file, content)
     except OSError as error:
-        log.warning("%s cannot be written (%s): the images are kept in memory and made again next time", file, error)
+        log.warning("%s cannot be written (%s): the images are kept in memory and rebuilt next time", file, error)
         return MemoryFrames(in_memory())
     return FileFrames(file)

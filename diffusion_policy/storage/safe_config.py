@@ -32,7 +32,7 @@ FUNCTIONS = ("diffusion_policy.model.vision.model_getter.get_resnet",)
 def checked_config(cfg: Any, where: str) -> dict[str, Any]:
     """`cfg` with its interpolations resolved, if every `_target_` in it is allowed; raises CheckpointError."""
     try:
-        resolved = OmegaConf.to_container(OmegaConf.create(cfg), resolve=True)
+        resolved: Any = OmegaConf.to_container(OmegaConf.create(cfg), resolve=True)
     except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"the config in {where} cannot be read: {error}") from error
     _check(resolved, where, "")

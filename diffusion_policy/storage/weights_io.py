@@ -64,7 +64,7 @@ def read(folder: pathlib.Path) -> dict[str, Any]:
         data = (folder / WEIGHTS).read_bytes()
         if hashlib.sha256(data).hexdigest() != about["sha256"]:
             raise CheckpointError(
-                f"{folder / WEIGHTS} does not match the checksum in {CONFIG}: it is damaged or belongs to another export"
+                f"{folder / WEIGHTS} has another checksum than {CONFIG} says: it is damaged or of another export"
             )
         tensors = safetensors.torch.load(data)
         return {

@@ -386,7 +386,7 @@ def test_missing_images_are_drawn_once_as_the_environment_shows_them(states_only
     files[0].write_bytes(files[0].read_bytes()[:-1] + b"\7")
     with caplog.at_level(logging.WARNING):
         PushTImageDataset(states_only, **WINDOW)
-    assert drawn == [2, 2, 60] and "made again" in caplog.text
+    assert drawn == [2, 2, 60] and "rebuilding it" in caplog.text
 
 
 def test_frames_of_a_rollout_are_drawn_from_its_states():
