@@ -64,7 +64,7 @@ def test_without_hard_links_the_one_before_is_kept_all_the_same(tmp_path, monkey
     path, before = tmp_path / "x.ckpt", tmp_path / "before.ckpt"
     monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError("no hard links here")))
     for content in (b"one", b"two", b"three"):
-        atomic.write_atomically(path, lambda file: file.write(content), previous=before)
+        atomic.write_atomically(path, lambda file, content=content: file.write(content), previous=before)
     assert path.read_bytes() == b"three" and before.read_bytes() == b"two" and len(os.listdir(tmp_path)) == 2
 
 

@@ -128,7 +128,10 @@ def test_a_config_in_a_checkpoint_calls_nothing_but_known_classes(checkpoint, tm
     monkeypatch.setenv("TARGET", "os.system")
     marker, pickled = tmp_path / "executed", tmp_path / "pickle.ckpt"
     torch.save({"cfg": Payload(marker), "state_dicts": {}}, pickled)
-    fill = lambda value: value.format(marker=marker, pickle=pickled) if isinstance(value, str) else value
+
+    def fill(value):
+        return value.format(marker=marker, pickle=pickled) if isinstance(value, str) else value
+
     node = {key: [fill(v) for v in value] if isinstance(value, list) else fill(value) for key, value in evil.items()}
     payload = checkpoint_io.load(checkpoint)
     if place == "list":
@@ -290,7 +293,9 @@ def test_damaged_exports_are_refused(checkpoint, tmp_path):
             checkpoint_io.load(copy)
         return str(error.value)
 
-    flip = lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+    def flip(path):
+        path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+
     assert "checksum" in broken(weights_io.WEIGHTS, flip)
     assert "no model.safetensors" in broken(weights_io.WEIGHTS, lambda path: path.unlink())
     assert "no config.json" in broken(weights_io.CONFIG, lambda path: path.unlink())

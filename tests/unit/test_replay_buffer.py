@@ -430,7 +430,7 @@ class Payload:
 
 
 def test_pickles_in_a_zarr_never_run(copied, tmp_path, monkeypatch):
-    """numcodecs before 0.16 decodes pickles, later ones when told to; one codec for text before it is enough for zarr to use it."""
+    """numcodecs before 0.16 decodes pickles, later versions on request; with a text codec in front, zarr uses it."""
     monkeypatch.setattr("numcodecs.pickles.ALLOW_UNSAFE_PICKLE_DECODE", True, raising=False)
     edit(
         copied / "data/action/.zarray",
