@@ -21,7 +21,7 @@ from diffusion_policy.storage import checkpoint_io
 from tests.util import ROOT, equal, write_pusht
 
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "0"}
-# Everything whose state must survive: dropout (random numbers), accumulation, EMA, schedules on lambda and learning rate.
+# Everything whose state must survive: dropout (random numbers), accumulation, EMA, schedules of lambda and lr.
 BUSY = [
     "preset=debug",
     "size.mlp.p_drop=0.1",
