@@ -1,7 +1,7 @@
 """EDM: denoisers of x = a + sigma eps, their noise levels, and the ODE that they define. Pure functions.
 
-Constants are those of Consistency Policy: sigma in [0.02, 80], rho = 7, 80 bins, sigma_data = 0.5. A sigma is a tensor (B,) or (),
-samples are (B, H, D).
+Constants are those of Consistency Policy: sigma in [0.02, 80], rho = 7, 80 bins, sigma_data = 0.5. A sigma is a
+tensor (B,) or (), samples are (B, H, D).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def loss_weight(sigma: Tensor, sigma_data: float = SIGMA_DATA) -> Tensor:
 def pseudo_huber(error: Tensor, form: str = "standard") -> Tensor:
     """sqrt(e^2 + delta^2) - delta for each element of e (B, H, D), delta = 0.00054 sqrt(H D).
 
-    form "squared" has e^4 in place of e^2, as the released code of Consistency Policy has: its gradient vanishes with e^3, so that
-    errors below sqrt(delta) are hardly corrected.
+    form "squared" has e^4 in place of e^2, as the released code of Consistency Policy has: its gradient vanishes with
+    e^3, so that errors below sqrt(delta) are hardly corrected.
     """
     delta = HUBER_PER_ROOT * error[0].numel() ** 0.5
     power = {"standard": 2, "squared": 4}[form]
@@ -65,7 +65,7 @@ def pseudo_huber(error: Tensor, form: str = "standard") -> Tensor:
 
 # ---------------------------------------------------------------------- noise levels
 def karras(xi: Tensor, sigma_min: float = SIGMA_MIN, sigma_max: float = SIGMA_MAX, rho: float = RHO) -> Tensor:
-    """(sigma_max^(1/rho) + xi (sigma_min^(1/rho) - sigma_max^(1/rho)))^rho: from sigma_max at xi = 0 to sigma_min at xi = 1."""
+    """(sigma_max^(1/rho) + xi (sigma_min^(1/rho) - sigma_max^(1/rho)))^rho, falling from sigma_max to sigma_min."""
     high, low = sigma_max ** (1 / rho), sigma_min ** (1 / rho)
     return (high + xi * (low - high)) ** rho
 
@@ -92,10 +92,10 @@ def slope(denoise: Callable[[Tensor, Tensor], Tensor], x: Tensor, sigma: Tensor)
 def heun_step(
     denoise: Callable[[Tensor, Tensor], Tensor], x: Tensor, sigma: Tensor, to: Tensor, sigma_min: float = SIGMA_MIN
 ) -> Tensor:
-    """x at noise level `to` from x at `sigma` (both (B,)): the mean of the slopes at both ends, two calls of the denoiser.
+    """Return x at noise `to` from x at `sigma`, both (B,): the mean of the slopes at both ends, two denoiser calls.
 
-    Steps that end at sigma_min take the first slope alone: there D is the identity by construction and its slope, zero, is not
-    the ODE's. If all of them do, the second call is not made.
+    Steps that end at sigma_min take the first slope alone: there D is the identity by construction and its slope,
+    zero, is not the ODE's. If all of them do, the second call is not made.
     """
     first = slope(denoise, x, sigma)
     euler = x + over(to - sigma, x) * first
@@ -110,7 +110,7 @@ def heun_step(
 def heun(
     denoise: Callable[[Tensor, Tensor], Tensor], x: Tensor, levels: Tensor, sigma_min: float = SIGMA_MIN
 ) -> Tensor:
-    """Follow the ODE through falling noise levels (n + 1,): 2 n - 1 calls of the denoiser if the last level is sigma_min."""
+    """Follow the ODE through falling noise levels (n + 1,), with 2 n - 1 denoiser calls if the last is sigma_min."""
     for sigma, to in zip(levels[:-1], levels[1:]):
         x = heun_step(denoise, x, sigma.expand(len(x)), to.expand(len(x)), sigma_min)
     return x

@@ -18,8 +18,8 @@ if TYPE_CHECKING:  # policies import this module
 class TargetNetwork:
     """Exponential moving average of a policy's networks:  target <- rate * target + (1 - rate) * online.
 
-    The copies are registered in the policy as `target_model` and `target_obs_encoder`, so that they are saved with it and follow
-    its device; they take no gradient. `generator` is the policy's generator over them.
+    The copies are registered in the policy as `target_model` and `target_obs_encoder`, so that they are saved with it
+    and follow its device. They take no gradient. `generator` is the policy's generator over them.
     """
 
     def __init__(self, policy: GeneratorPolicy):
@@ -49,7 +49,7 @@ class TargetNetwork:
 
 @contextlib.contextmanager
 def fixed_parameters(network: nn.Module) -> Iterator[None]:
-    """Graphs that are built inside treat the network's parameters as constants."""
+    """Treat the network's parameters as constants in graphs that are built inside."""
     trained = [p for p in network.parameters() if p.requires_grad]
     for p in trained:
         p.requires_grad_(False)

@@ -1,14 +1,16 @@
-"""Pictures of the conditional expert geometry that a checkpoint sees (paper, Figure 3).
+"""Images of the conditional expert geometry that a checkpoint sees (paper, Figure 3).
 
     python -m idp_workspace.visualize --checkpoint RUN/checkpoints/latest.ckpt
 
-A batch of windows goes through the checkpoint's observation encoder once; nothing is trained and nothing of the run is changed. Written:
+A batch of windows goes through the checkpoint's observation encoder once; nothing is trained and nothing of the run
+is changed. Written:
 
     geometry.png        neighbours, local and global covariance around a few observations
-    m_distribution.png  the excess m over the batch, over the chunk and over training; the anisotropy kappa over the batch
+    m_distribution.png  the excess m over the batch, the chunk and the training; the anisotropy kappa over the batch
     geometry.json       the numbers behind both
 
-The geometry belongs to the data and to the encoder, so it can be drawn for any policy with a generator, also for one trained without it.
+The geometry belongs to the data and to the encoder, so it can be drawn for any policy with a generator, also for one
+trained without it.
 """
 
 from __future__ import annotations
@@ -35,8 +37,14 @@ from torch.utils.data import default_collate
 
 from diffusion_policy.common.pytorch_util import dict_apply
 from diffusion_policy.workspace.base_workspace import BaseWorkspace
-from idp_workspace import geometry
-from idp_workspace.policy.idp import GEOMETRY, IDPPolicy
+from idp_workspace.geometry import EPS, compute_excess
+from idp_workspace.geometry_variants import (
+    Geometry,
+    conditional_covariance,
+    effective_neighbors,
+    neighbor_weights,
+    reference_covariance,
+)
 
 FILES = ("geometry.png", "m_distribution.png", "geometry.json")
 PACKAGES = ("torch", "numpy", "matplotlib", "hydra-core", "implicit-drifting-policy")
@@ -49,23 +57,23 @@ LOCAL, GLOBAL, QUERY = "#1f5fc4", "#7a7a7a", "#111111"
 # ---------------------------------------------------------------------- the geometry, as pure functions
 def local_covariance(w: Tensor, actions: Tensor, center: str = "expert") -> Tensor:
     """G (B, D, D) of actions (B, D), one chunk step."""
-    return geometry.conditional_covariance(w, actions[:, None], center)[:, 0]
+    return conditional_covariance(w, actions[:, None], center)[:, 0]
 
 
 def global_covariance(actions: Tensor) -> Tensor:
     """Sigma (D, D) of actions (B, D), one chunk step."""
-    return geometry.reference_covariance(actions[:, None])[0]
+    return reference_covariance(actions[:, None])[0]
 
 
 @torch.no_grad()
-def anisotropy(local: Tensor, reference: Tensor, eps: float = geometry.EPS) -> Tensor:
+def anisotropy(local: Tensor, reference: Tensor, eps: float = EPS) -> Tensor:
     """kappa (B,) of local covariances G (B, D, D) against a reference Sigma (D, D).
 
         kappa_i = sqrt( lambda_max / lambda_min )   of the eigenvalues of  Sigma^-1/2 G_i Sigma^-1/2
 
-    1 means that G_i has the shape of Sigma at any size; 2 that, in units of Sigma, experts vary twice as far along one direction as
-    along another. It does not depend on the units of the actions. eps on both diagonals keeps a coordinate that never moves from
-    dividing by zero: such a coordinate counts as equal in both.
+    1 means that G_i has the shape of Sigma at any size; 2 that, in units of Sigma, experts vary twice as far along
+    one direction as along another. It does not depend on the units of the actions. eps on both diagonals keeps a
+    coordinate that never moves from dividing by zero: such a coordinate counts as equal in both.
     """
     floor = eps * torch.eye(reference.shape[-1], dtype=torch.float64, device=reference.device)
     chol = torch.linalg.cholesky(reference.double() + floor)
@@ -85,10 +93,11 @@ def ellipse_points(center: np.ndarray, covariance: np.ndarray, deviations: float
 
 
 def spread_over(values: np.ndarray, count: int) -> list[int]:
-    """Positions of `count` entries of values (B,) at evenly spaced ranks from the 5th to the 95th percentile, low to high."""
+    """Return the positions of `count` entries of values (B,), evenly spaced in rank from the 5th to 95th percentile."""
     ranks = np.linspace(0.05, 0.95, count) if count > 1 else np.array([0.5])
     order = np.argsort(values, kind="stable")
-    # Few values can round two ranks to one position; the ranks of all of them are then further apart than the percentiles.
+    # Few values can round two ranks to one position; the ranks of all of them are then further apart than the
+    # percentiles.
     positions = np.round(ranks * (len(values) - 1)).astype(int)
     if len(set(positions)) < count:
         positions = np.round(np.linspace(0, len(values) - 1, count)).astype(int)
@@ -98,7 +107,7 @@ def spread_over(values: np.ndarray, count: int) -> list[int]:
 # ---------------------------------------------------------------------- from a checkpoint to numbers
 @dataclasses.dataclass
 class Scene:
-    """What is drawn. B windows, H chunk steps, D action dimensions; d is the drawn pair of dimensions, at chunk step `step`."""
+    """What is drawn: B windows, H chunk steps, D action dimensions, of which a pair is drawn at chunk step `step`."""
 
     windows: np.ndarray  # (B,) which windows of the dataset
     points: np.ndarray  # (B, 2) expert actions, in the dataset's units
@@ -116,7 +125,7 @@ class Scene:
 
 
 def load(path: str, trust: bool) -> tuple[BaseWorkspace, torch.nn.Module, Any]:
-    """The workspace of a checkpoint, the policy with the weights that act, and the dataset. ValueError says what does not work."""
+    """Return the workspace of a checkpoint, the policy with the weights that act, and the dataset."""
     try:
         workspace = BaseWorkspace.create_from_checkpoint(path, trust=trust)
         averaged = getattr(workspace, "ema_model", None)  # None unless training.use_ema
@@ -149,7 +158,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def choose_windows(total: int, batch: int, first: list[int], seed: int) -> np.ndarray:
-    """(B,) windows of a dataset of `total`: those in `first`, then others at random, without repetition; all if there are fewer."""
+    """Return (B,) windows of a dataset of `total`: those in `first`, then others at random, without repetition."""
     outside = [window for window in first if not 0 <= window < total]
     if outside:
         raise ValueError(f"--observations {outside[0]}: the dataset has windows 0 to {total - 1}")
@@ -200,20 +209,18 @@ def compute(
     actions = policy.normalizer["action"].normalize(batch["action"])[:, chunk].cpu()  # (B, H, D), normalised
     points = batch["action"][:, chunk][:, step, list(dims)].cpu()  # (B, 2), in the dataset's units
 
-    options = policy.options if hasattr(policy.options, "granularity") else IDPPolicy.Options()
-    switches = {name: getattr(options, name) for name in GEOMETRY}
+    switches = policy.options if isinstance(policy.options, Geometry) else Geometry()
     v_ref = policy.reference_variance.cpu() if hasattr(policy, "reference_variance") else None
-    # Shuffled neighbourhoods are drawn at random: the same seed twice makes the weights shown those that m was computed with.
+    # Shuffled neighbourhoods are drawn at random: the same seed twice makes the weights shown those that m was
+    # computed with.
     torch.manual_seed(seed)
-    m = geometry.geometry_excess(features, actions, **switches, v_ref=v_ref)
+    m = compute_excess(features, actions, switches, v_ref)
     torch.manual_seed(seed)
-    w = geometry.neighbor_weights(
-        features, **{name: switches[name] for name in ("tau", "weights", "self_neighbor", "topk")}
-    )
+    w = neighbor_weights(features, switches)
     if m.ndim == 4:
         m = torch.diagonal(m, dim1=-2, dim2=-1)
 
-    center = switches["center"]
+    center = switches.center
     pairs = actions[..., list(dims)]
     kappa = torch.stack(
         [anisotropy(local_covariance(w, a, center), global_covariance(a)) for a in pairs.unbind(dim=1)], dim=1
@@ -227,8 +234,8 @@ def compute(
         reference=global_covariance(points).numpy(),
         m=m.float().numpy(),
         kappa=kappa.numpy(),
-        neighbors=geometry.effective_neighbors(w).numpy(),
-        switches=switches,
+        neighbors=effective_neighbors(w).numpy(),
+        switches=switches.subset(Geometry),
         step=step,
         dims=tuple(dims),
         executed=range(first, first + policy.n_action_steps),
@@ -288,7 +295,7 @@ def numbers(scene: Scene, chosen: list[int]) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------------- pictures
+# ---------------------------------------------------------------------- images
 def new_figure(width: float, height: float) -> Any:
     """A figure with a canvas of its own: nothing global, no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -387,7 +394,7 @@ def draw_distribution(
     checkpoint_step: int | None,
     title: str,
 ) -> Any:
-    """m over the batch and the chunk, kappa over the batch; below, how the logged statistics of m went over training."""
+    """Draw m over the batch and the chunk, kappa over the batch, and the logged statistics of m over training."""
     import matplotlib
 
     rows = 2 if series else 1
@@ -543,7 +550,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--trust-checkpoint", action="store_true", help="open a pickled checkpoint, which runs code from the file"
     )
-    out.add_argument("--overwrite", action="store_true", help="replace pictures that are already there")
+    out.add_argument("--overwrite", action="store_true", help="replace existing images")
     return out
 
 
@@ -562,7 +569,7 @@ def visualize(options: argparse.Namespace, command: str = "") -> dict[str, Any]:
     run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
     output = pathlib.Path(options.output) if options.output else run / "geometry"
     if not options.overwrite and any((output / name).exists() for name in FILES):
-        raise ValueError(f"{output} already holds pictures: choose another --output, or pass --overwrite")
+        raise ValueError(f"{output} already holds images: choose another --output, or pass --overwrite")
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is a file, not a folder")
     device = pick_device(options.device)
@@ -578,7 +585,8 @@ def visualize(options: argparse.Namespace, command: str = "") -> dict[str, Any]:
     step, cfg = getattr(workspace, "global_step", None), workspace.cfg
     series = read_log(run / "logs.json.txt")
     weighted = bool(getattr(policy.options, "geometry", False))  # whether m was part of this policy's loss
-    about = f"{cfg.task.get('name', 'task')}, {type(policy).__name__} at training step {step}{'' if weighted else ' (trained without m)'}"
+    note = "" if weighted else " (trained without m)"
+    about = f"{cfg.task.get('name', 'task')}, {type(policy).__name__} at training step {step}{note}"
     report = {
         "checkpoint": str(checkpoint),
         "policy": type(policy).__name__,
@@ -594,7 +602,7 @@ def visualize(options: argparse.Namespace, command: str = "") -> dict[str, Any]:
         "command": command,
         "versions": versions(),
     }
-    pictures = {
+    images = {
         "geometry.png": draw_geometry(
             scene, chosen, f"Observation-conditioned expert geometry: {about}, chunk step {scene.step}"
         ),
@@ -603,12 +611,13 @@ def visualize(options: argparse.Namespace, command: str = "") -> dict[str, Any]:
         ),
     }
     output.mkdir(parents=True, exist_ok=True)
-    for name, figure in pictures.items():
+    for name, figure in images.items():
         write(output / name, lambda file: figure.savefig(file, format="png", dpi=130))
     write(output / "geometry.json", lambda file: file.write(json.dumps(report, indent=2).encode()))
     kappa, m = report["kappa"], report["m"]
     print(
-        f"kappa  median {kappa['median']:.2f}, 5 to 95 % {kappa['p05']:.2f} to {kappa['p95']:.2f}, at chunk step {scene.step}"
+        f"kappa  median {kappa['median']:.2f}, 5 to 95 % {kappa['p05']:.2f} to {kappa['p95']:.2f}, "
+        f"at chunk step {scene.step}"
     )
     print(
         f"m      mean {m['mean']:.3f}, p99 {m['p99']:.3f}, max {m['max']:.3f}, positive {m['positive']:.0%}; "

@@ -1,7 +1,8 @@
-"""Shared fixtures. Reference material beside the checkout is used when it is there and never needed."""
+"""Shared fixtures. Public data sets beside the checkout are used when they are there and never needed."""
 
 import os
 import pathlib
+import zipfile
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
@@ -12,7 +13,7 @@ import torch
 
 from diffusion_policy.gym_util.mujoco_point_cloud import choose_renderer
 
-choose_renderer()  # before a test module imports robosuite, which would choose a GPU's
+choose_renderer()  # before a test module imports robosuite, which would choose a GPU renderer
 torch.set_num_threads(1)
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -25,12 +26,12 @@ def repo_root() -> pathlib.Path:
 
 
 @pytest.fixture(scope="session")
-def golden() -> pathlib.Path:
-    """Folder of upstream's own numbers."""
-    path = SHARED / "golden"
-    if not path.is_dir():
-        pytest.skip("upstream's golden numbers are not beside this checkout")
-    return path
+def golden_files(tmp_path_factory) -> pathlib.Path:
+    """Folder of the stores that upstream's code wrote and the files it read. Numbers are in `tests.golden.read`."""
+    folder = tmp_path_factory.mktemp("golden")
+    with zipfile.ZipFile(ROOT / "tests/golden/files.zip") as archive:
+        archive.extractall(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

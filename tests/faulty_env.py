@@ -1,4 +1,4 @@
-"""PushT that fails where it is told to. A module of its own, light, because the processes of environments import it."""
+"""A PushT environment that fails on request. A small module because the environment processes import it."""
 
 import ctypes
 import os
@@ -38,7 +38,10 @@ def fail(kind):
 
 
 class FaultyEnv(PushTEnv):
-    """faults: {seed: [kind, where, how often]}; where is 'build' (seed: None), 'reset' or the number of a step. `folder` counts."""
+    """PushT with `faults`: {seed: [kind, where, how often]}.
+
+    `where` is 'build' (seed: None), 'reset' or a step number. Files in `folder` count the faults.
+    """
 
     def __init__(self, folder, faults, **kwargs):
         super().__init__(**kwargs)

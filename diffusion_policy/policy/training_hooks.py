@@ -12,7 +12,7 @@ class TrainingHooks(Protocol):
     """Optional methods of a policy, with defaults that do nothing."""
 
     nfe: int = 0
-    """Network calls per action chunk, settable, in policies that can trade calls for quality; 0 if it is fixed."""
+    """Network calls per action chunk, 0 if fixed and unknown; setting an impossible number raises ValueError."""
 
     def set_progress(self, fraction: float) -> None:
         """Receive the share of training that is done, in [0, 1]; called before every step and every evaluation."""

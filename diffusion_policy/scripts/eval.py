@@ -142,7 +142,10 @@ def set_nfe(policy: Any, nfe: int) -> None:
     if nfe < 1:
         raise ConfigError(f"--nfe {nfe}: at least one network call is needed")
     if policy.nfe:
-        policy.nfe = nfe
+        try:
+            policy.nfe = nfe
+        except ValueError as error:
+            raise ConfigError(f"--nfe {nfe} does not fit this policy: {error}") from error
     elif hasattr(policy, "noise_scheduler"):  # a diffusion policy written for upstream, without hooks
         policy.num_inference_steps = nfe
     else:

@@ -1,10 +1,10 @@
-"""One class an objective; each accepts the arguments of upstream's policies and its own."""
+"""One class per objective. Each accepts the arguments of upstream's policies and its own options."""
 
 from idp_workspace.policy.consistency import ConsistencyPolicy, ConsistencyTrainingPolicy
 from idp_workspace.policy.diffusion import DDPMPolicy
 from idp_workspace.policy.edm_teacher import EDMTeacherPolicy
-from idp_workspace.policy.flow import FlowMatchingPolicy
-from idp_workspace.policy.flow_policy import ConsistencyFlowPolicy
+from idp_workspace.policy.flow_matching import FlowMatchingPolicy
+from idp_workspace.policy.consistency_flow import ConsistencyFlowPolicy
 from idp_workspace.policy.idp import IDPPolicy
 from idp_workspace.policy.mean_flow import MeanFlowPolicy
 from idp_workspace.policy.mip import MIPPolicy

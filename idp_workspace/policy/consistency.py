@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from idp_workspace import edm
-from idp_workspace.options import check_choices
 from idp_workspace.policy.distilled import DistilledPolicy
 from idp_workspace.policy.edm_teacher import EDMOptions, EDMPolicy, EDMTeacherPolicy
 from idp_workspace.target import fixed_parameters
 from idp_workspace.teacher import TeacherError
 
-DSM_SHARE = (
-    0.7  # of the range of the Karras schedule, from sigma_max, that the denoising term draws half of its levels from
-)
+#: Share of the Karras schedule, from sigma_max down, from which the denoising term draws half of its noise levels.
+DSM_SHARE = 0.7
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConsistencyTrainingOptions(EDMOptions):
+    """Options of consistency training."""
+
+    consistency_weight: float = 1.0
+    denoising_weight: float = 1.0
+    nfe: int = 1
+    start: Literal["sigma_max", "unit"] = "sigma_max"
+    """`unit` starts from N(0, I), as the released code of Consistency Policy does: nearly deterministic."""
 
 
 class ConsistencyTrainingPolicy(EDMPolicy):
@@ -28,33 +37,23 @@ class ConsistencyTrainingPolicy(EDMPolicy):
         x_t = a + t eps,   u the next lower bin edge after t,   x_u = a + u eps      (the same eps)
         L = huber( G-(G(x_t, t, s), s, min) - G-(sg G(x_u, u, s), s, min) )  +  weight(t') huber( G(x_t', t', min) - a )
 
-    t and s <= u are bin edges (t = s is trivial); G- has fixed parameters: gradient passes through it to what it is given, not into
-    its weights. The second term denoises, half of t' log-normal and half from the upper 70 % of the Karras schedule. The target
-    network is the network itself, an EMA of decay zero.
+    t and s <= u are bin edges (t = s is trivial). G- has fixed parameters: the gradient passes through it to its
+    input, not into its weights. The second term denoises, half of t' log-normal and half from the upper 70 % of the
+    Karras schedule. The target network is the network itself, an EMA of decay zero.
 
-    It acts with G(x, sigma_max, sigma_min), x ~ N(0, sigma_max^2), clipped to [-1, 1]; further calls noise the chunk again to lower
-    edges. `start: unit` feeds x ~ N(0, I) there, as the released code of Consistency Policy does: nearly deterministic.
+    Acts with G(x, sigma_max, sigma_min), x ~ N(0, sigma_max^2), clipped to [-1, 1]; further calls noise the chunk
+    again to lower edges.
     """
 
-    @dataclasses.dataclass(frozen=True)
-    class Options(EDMOptions):
-        consistency_weight: float = 1.0
-        denoising_weight: float = 1.0
-        nfe: int = 1
-        start: str = "sigma_max"  # sigma_max | unit
+    Options = ConsistencyTrainingOptions
+    options: ConsistencyTrainingOptions
 
-        def __post_init__(self):
-            super().__post_init__()
-            check_choices({"start": self.start}, {"start": ("sigma_max", "unit")})
-            if not 1 <= self.nfe <= self.bins:
-                raise ValueError(f"nfe={self.nfe} must be between 1 and the number of bins, {self.bins}")
-
-    def __init__(self, **arguments: Any):
-        super().__init__(**arguments)
-        self.nfe = self.options.nfe
+    def check_nfe(self, nfe: int) -> None:
+        if not 1 <= nfe <= self.options.bins:
+            raise ValueError(f"nfe={nfe} must be between 1 and the number of bins, {self.options.bins}")
 
     def jump(self, cond: Tensor, x: Tensor, sigma: Tensor, stop: Tensor) -> Tensor:
-        """G(x, sigma, stop), (B, H, D)."""
+        """Return G(x, sigma, stop) (B, H, D)."""
         keep = edm.over(stop / sigma, x)
         return keep * x + (1 - keep) * self.precondition(cond, x, sigma, stop)
 
@@ -62,7 +61,7 @@ class ConsistencyTrainingPolicy(EDMPolicy):
     def lower_neighbour(
         self, x: Tensor, sigma: Tensor, to: Tensor, actions: Tensor, noise: Tensor, cond: Tensor
     ) -> Tensor:
-        """The point at noise `to` that belongs to x at noise sigma: the same action and noise."""
+        """Return the point at noise `to` on the path of x: the same action and noise."""
         return actions + edm.over(to, x) * noise
 
     def loss(self, cond: Tensor, actions: Tensor) -> Tensor:
@@ -70,9 +69,8 @@ class ConsistencyTrainingPolicy(EDMPolicy):
 
     def consistency_loss(self, cond: Tensor, teacher_cond: Tensor, actions: Tensor) -> Tensor:
         o = self.options
-        return o.consistency_weight * self.trajectory_term(
-            cond, teacher_cond, actions
-        ) + o.denoising_weight * self.denoising_term(cond, actions)
+        trajectory = self.trajectory_term(cond, teacher_cond, actions)
+        return o.consistency_weight * trajectory + o.denoising_weight * self.denoising_term(cond, actions)
 
     def trajectory_term(self, cond: Tensor, teacher_cond: Tensor, actions: Tensor) -> Tensor:
         t, u, s = self.draw_edges(len(actions), actions.device)
@@ -89,7 +87,7 @@ class ConsistencyTrainingPolicy(EDMPolicy):
         return edm.pseudo_huber(prediction - target, self.options.huber).mean()
 
     def draw_edges(self, count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Noise levels t > u >= s (count,) at bin edges: t uniform, s uniform below it, u the edge after t."""
+        """Draw noise levels t > u >= s (count,) at bin edges: t uniform, s uniform below it, u the edge after t."""
         t = torch.randint(0, self.options.bins, (count,), device=device)
         s = t + 1 + (torch.rand(count, device=device) * (self.options.bins - t)).long()
         return self.sigmas[t], self.sigmas[t + 1], self.sigmas[s.clamp(max=self.options.bins)]
@@ -105,8 +103,6 @@ class ConsistencyTrainingPolicy(EDMPolicy):
     # ------------------------------------------------------------------ acting
     def sample(self, cond: Tensor, batch: int) -> Tensor:
         o = self.options
-        if not 1 <= self.nfe <= o.bins:
-            raise ValueError(f"nfe={self.nfe} must be between 1 and the number of bins, {o.bins}")
         low = self.sigmas[-1].expand(batch)
         x = torch.randn_like(self.zeros(batch)) * (o.sigma_max if o.start == "sigma_max" else 1.0)
         action = self.jump(cond, x, self.sigmas[0].expand(batch), low).clamp(-1, 1)
@@ -117,23 +113,29 @@ class ConsistencyTrainingPolicy(EDMPolicy):
         return action
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConsistencyOptions(ConsistencyTrainingOptions):
+    """Options of Consistency Policy."""
+
+    teacher_checkpoint: str | None = None
+    freeze_encoder: bool = True
+
+
 class ConsistencyPolicy(DistilledPolicy, ConsistencyTrainingPolicy):
     """The student of Consistency Policy: as above, with x_u one Heun step of a frozen EDM teacher's ODE away from x_t.
 
-    It starts from the teacher's weights, with which G(x, t, sigma_min) mixes x with the teacher's own denoised chunk, and keeps
-    the teacher's observation encoder as it is.
+    It starts from the teacher's weights, with which G(x, t, sigma_min) mixes x with the teacher's denoised chunk, and
+    keeps the teacher's observation encoder unchanged.
     """
 
     teacher_kind = EDMTeacherPolicy
     teacher_config = "train_consistency_training_transformer_lowdim objective=edm_teacher backbone=<the student's>"
 
-    @dataclasses.dataclass(frozen=True)
-    class Options(ConsistencyTrainingPolicy.Options):
-        teacher_checkpoint: str | None = None
-        freeze_encoder: bool = True
+    Options = ConsistencyOptions
+    options: ConsistencyOptions
 
-    def __init__(self, **arguments: Any):
-        super().__init__(**arguments)
+    def __init__(self, options: ConsistencyOptions | None = None, **arguments: Any) -> None:
+        super().__init__(options, **arguments)
         if self.options.freeze_encoder and self.obs_encoder is not None:
             self.obs_encoder.requires_grad_(False)
 
@@ -141,9 +143,7 @@ class ConsistencyPolicy(DistilledPolicy, ConsistencyTrainingPolicy):
         for field in ("sigma_min", "sigma_max", "sigma_data", "time_scale"):
             mine, theirs = getattr(self.options, field), getattr(teacher.options, field)
             if mine != theirs:
-                raise TeacherError(
-                    f"the teacher was trained with {field}={theirs}, the student has {mine}: set policy.{field}={theirs}"
-                )
+                raise TeacherError(f"the teacher has {field}={theirs}, the student {mine}: set policy.{field}={theirs}")
         super().take_over(teacher)
 
     def lower_neighbour(

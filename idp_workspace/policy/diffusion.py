@@ -9,32 +9,44 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from idp_workspace.options import Options
 from idp_workspace.policy.base import GeneratorPolicy
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DDPMOptions(Options):
+    """Options of denoising diffusion."""
+
+    noise_scheduler: Any = None
+    """A scheduler of `diffusers`, such as DDPMScheduler."""
+    num_inference_steps: int | None = None
+    """Network calls per action chunk; null: as many as in training."""
+    time_scale: float = 1.0
+    """The network receives time_scale * step."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.noise_scheduler is None:
+            raise TypeError("DDPMPolicy needs a noise_scheduler, such as diffusers' DDPMScheduler")
+
+
 class DDPMPolicy(GeneratorPolicy):
-    """Denoising diffusion, with a scheduler of `diffusers`:
+    """Denoising diffusion, with a scheduler of `diffusers`.
 
         x_k = sqrt(abar_k) a* + sqrt(1 - abar_k) eps,    k ~ U{0 .. K-1}
         L = mean |f(o, x_k, k) - target|^2,    target = eps or a*, as the scheduler's prediction_type says
         act: from N(0, I), `nfe` steps of the scheduler
 
-    The network is given the integer step, as in Diffusion Policy, times `time_scale`. The scheduler is a plain attribute: replace it
-    (DDPM by DDIM, for example) to act with fewer calls without training anew. `num_inference_steps` is another name of `nfe`.
+    The network receives the integer step, as in Diffusion Policy. The scheduler is a plain attribute: replace it
+    (DDPM by DDIM, for example) to act with fewer calls without training again. `num_inference_steps` is another name
+    of `nfe`.
     """
 
-    @dataclasses.dataclass(frozen=True)
-    class Options:
-        noise_scheduler: Any = None
-        num_inference_steps: int | None = None  # null: as many as in training
-        time_scale: float = 1.0
+    Options = DDPMOptions
+    options: DDPMOptions
 
-        def __post_init__(self):
-            if self.noise_scheduler is None:
-                raise TypeError("DDPMPolicy needs a noise_scheduler, such as diffusers' DDPMScheduler")
-
-    def __init__(self, **arguments: Any):
-        super().__init__(**arguments)
+    def __init__(self, options: DDPMOptions | None = None, **arguments: Any) -> None:
+        super().__init__(options, **arguments)
         self.noise_scheduler = self.options.noise_scheduler
         steps = self.options.num_inference_steps
         self.num_inference_steps = self.train_steps if steps is None else steps
@@ -42,7 +54,7 @@ class DDPMPolicy(GeneratorPolicy):
 
     @property
     def train_steps(self) -> int:
-        return self.noise_scheduler.config.num_train_timesteps
+        return self.noise_scheduler.config.num_train_timesteps  # type: ignore[no-any-return]
 
     @property
     def nfe(self) -> int:

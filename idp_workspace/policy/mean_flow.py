@@ -5,49 +5,62 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
-from idp_workspace.flows import adaptive_weight, broadcast, flow_steps, generator_jvp, interpolate, logit_normal_times
+from idp_workspace.options import Above, AtLeast, Options
+from idp_workspace.paths import adaptive_weight, broadcast, flow_steps, generator_jvp, interpolate, logit_normal_times
 from idp_workspace.policy.base import GeneratorPolicy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeanFlowOptions(Options):
+    """Options of MeanFlow, with the values of MP1 as defaults."""
+
+    time_mean: float = -0.4
+    """Mean of the logit of MeanFlow's times."""
+    time_std: Annotated[float, Above(0)] = 1.0
+    flow_ratio: Annotated[float, AtLeast(0)] = 0.5
+    """Share of the batch with s = t. MeanFlow for images: 0.75."""
+    guidance: float = 2.0
+    """w; 1 is the velocity itself."""
+    adaptive_p: float = 0.5
+    """MeanFlow for images: 1."""
+    dispersive: Annotated[float, AtLeast(0)] = 0.5
+    """Weight of the dispersive term; 0 is MP1 without it ("MP")."""
+    time_scale: float = 1.0
+    """The network receives both times multiplied by this; see `average_velocity`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.flow_ratio > 1:
+            raise ValueError(f"flow_ratio={self.flow_ratio} must be in [0, 1]")
 
 
 class MeanFlowPolicy(GeneratorPolicy):
     """The generator is the average velocity u(x, s, t) of the flow over the interval from s to t.
 
-        (t - s) u(x_s, s, t) = int_s^t v dt'    differentiated along the flow:    u = v + (t - s) du/ds,   du/ds = (du/dx) v + (du/ds)
+        (t - s) u(x_s, s, t) = int_s^t v dt'
+        u = v + (t - s) du/ds,   du/ds = (du/dx) v + (du/ds)             the same, differentiated along the flow
         x_s = (1 - s) eps + s a,   v = a - eps,   v~ = w v + (1 - w) sg u(x_s, s, s)
         target = sg[v~ + (t - s) JVP(u; (x_s, s, t), (v~, 1, 0))]
         L = mean_i  sg[(d2_i + c)^-p] d2_i,   d2_i = mean over the chunk of (u - target)^2
 
-    Times are this project's: noise at 0, data at 1. MeanFlow's own run the other way and name the end nearer the noise t and the
-    other r: t_MF = 1 - s, r_MF = 1 - t, and its velocity has the other sign. Two logit-normal draws are the ends of the interval;
-    a share `flow_ratio` of the batch has s = t, where the target is v~ alone.
+    Times are this project's: noise at 0, data at 1. MeanFlow's run the other way: t_MF = 1 - s, r_MF = 1 - t, and its
+    velocity has the opposite sign. Two logit-normal draws are the ends of the interval; where s = t the target is v~.
 
-    `dispersive` > 0 adds MP1's term that spreads the features z of the backbone's blocks, all but the last, over the batch:
-    dispersive * sum_blocks log mean_ij exp(-|z_i - z_j|^2 / max_ij |z_i - z_j|^2). It acts with one call, eps + u(eps, 0, 1).
+    `dispersive` > 0 adds MP1's term that spreads the features z of the backbone's blocks, all but the last, over the
+    batch: dispersive * sum_blocks log mean_ij exp(-|z_i - z_j|^2 / max_ij |z_i - z_j|^2). Acts with one call, eps +
+    u(eps, 0, 1).
     """
 
-    @dataclasses.dataclass(frozen=True)
-    class Options:
-        time_mean: float = -0.4  # of the logit of MeanFlow's times
-        time_std: float = 1.0
-        flow_ratio: float = 0.5  # MeanFlow for images: 0.75
-        guidance: float = 2.0  # w; 1 is the velocity itself
-        adaptive_p: float = 0.5  # MeanFlow for images: 1
-        dispersive: float = 0.5  # 0: without ("MP")
-        time_scale: float = 1.0  # the network is told both times multiplied by this; see average_velocity
-
-        def __post_init__(self):
-            if not 0 <= self.flow_ratio <= 1 or self.time_std <= 0 or self.dispersive < 0:
-                raise ValueError(
-                    f"flow_ratio={self.flow_ratio} must be in [0, 1], time_std={self.time_std} positive and "
-                    f"dispersive={self.dispersive} not negative"
-                )
+    Options = MeanFlowOptions
+    options: MeanFlowOptions
 
     def draw_interval(self, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Start s and end t >= s (B,); the first flow_ratio of the batch has t = s."""
+        """Draw the start s and the end t >= s (B,); the first flow_ratio of the batch has t = s."""
         o = self.options
         first, second = (1 - logit_normal_times(len(actions), o.time_mean, o.time_std, like=actions) for _ in range(2))
         s, t = torch.minimum(first, second), torch.maximum(first, second)
@@ -55,7 +68,7 @@ class MeanFlowPolicy(GeneratorPolicy):
         return s, torch.where(equal, s, t)
 
     def average_velocity(self, cond: Tensor, x: Tensor, s: float | Tensor, t: float | Tensor) -> Tensor:
-        """u(x, s, t). The loss differentiates in s: a network whose time features are fast needs slower times to be smooth in it."""
+        """Return u(x, s, t). The loss differentiates in s: a network with fast time features needs slower times."""
         c = self.options.time_scale
         return self.generator(cond, x, c * t, s=c * s)
 
@@ -73,7 +86,7 @@ class MeanFlowPolicy(GeneratorPolicy):
         o = self.options
         s, t = self.draw_interval(actions)
         x, velocity = interpolate(torch.randn_like(actions), actions, s)
-        # Apart from the JVP, which needs no gradient: the blocks' features could not leave forward-mode differentiation.
+        # Separate from the JVP: features of the blocks cannot leave forward-mode differentiation.
         target = self.target(cond, x, velocity, s, t)
         with block_features(self.model, record=o.dispersive > 0) as features:
             u = self.average_velocity(cond, x, s, t)
@@ -86,7 +99,7 @@ class MeanFlowPolicy(GeneratorPolicy):
 
 
 def dispersion(z: Tensor) -> Tensor:
-    """log mean_ij exp(-d_ij / max d), d_ij = |z_i - z_j|^2, of features (B, ...): 0 when all are equal, lower the more they spread."""
+    """log mean_ij exp(-d_ij / max d), d_ij = |z_i - z_j|^2, of features (B, ...): 0 if equal, lower if spread out."""
     z = z.flatten(1)
     norms = z.square().sum(1)
     distance = (norms[:, None] + norms - 2 * z @ z.T).clamp(min=0)
@@ -94,7 +107,7 @@ def dispersion(z: Tensor) -> Tensor:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a backbone whose outputs are its features: a UNet's levels on the way down, a transformer's or an MLP's layers."""
+    """Return the blocks whose outputs are features: the levels of a UNet on the way down, else the layers."""
     found: list[nn.Module] = []
     stack = getattr(model, "decoder", None) or getattr(model, "encoder", None)
     if hasattr(model, "down_modules"):
@@ -112,13 +125,10 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def block_features(model: nn.Module, record: bool = True) -> Iterator[list[Tensor]]:
-    """A list that the outputs of all blocks but the last are appended to while the model runs inside; empty if not `record`."""
+    """Yield a list that collects the outputs of all blocks but the last; it stays empty without `record`."""
     features: list[Tensor] = []
-    handles = (
-        [block.register_forward_hook(lambda module, args, out: features.append(out)) for block in blocks(model)[:-1]]
-        if record
-        else []
-    )
+    watched = blocks(model)[:-1] if record else []
+    handles = [block.register_forward_hook(lambda module, args, out: features.append(out)) for block in watched]
     try:
         yield features
     finally:

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 
-from idp_workspace.policy.idp import IDPPolicy
+from idp_workspace.policy.idp import IDPOptions, IDPPolicy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MIPOptions(IDPOptions):
+    """Options of MIP: those of IDP, without geometry and with a second network call."""
+
+    nfe: int = 2
+    geometry: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.geometry:
+            raise ValueError("geometry=True: MIP has no geometry; use IDPPolicy")
 
 
 class MIPPolicy(IDPPolicy):
-    """IDP without geometry and with a second call:
+    """IDP with m = 0, refined by a second call.
 
-        L = scale mean [ N((f(o, 0, 0) - a*) / t*) + N((f(o, a* + (1 - t*) eps, t*) - a*) / (1 - t*)) ],    N(r) = sum_d r_d^2
+        L = scale mean [ N((f(o, 0, 0) - a*) / t*) + N((f(o, a* + (1 - t*) eps, t*) - a*) / (1 - t*)) ]
         act: f(o, f(o, 0, 0), t*)
 
-    The loss is IDP's with m = 0, so both are trained by the same code; with `nfe: 1` it acts with the proposal alone.
+    with N(r) = sum_d r_d^2. IDP and MIP are trained by the same code. `nfe: 1` acts with the proposal alone.
     """
 
-    @dataclasses.dataclass(frozen=True)
-    class Options(IDPPolicy.Options):
-        nfe: int = 2
-        geometry: bool = False
-
-        def __post_init__(self):
-            super().__post_init__()
-            if self.geometry:
-                raise ValueError("geometry=True: MIP has no geometry; with it, it is IDPPolicy")
+    Options = MIPOptions
+    options: MIPOptions

@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from idp_workspace.flows import broadcast, flow_steps, interpolate, uniform_times
 from idp_workspace.generator import Generator
+from idp_workspace.options import Between, Options
+from idp_workspace.paths import broadcast, flow_steps, interpolate, uniform_times
 from idp_workspace.policy.base import GeneratorPolicy
 from idp_workspace.target import TargetNetwork
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OFPOptions(Options):
+    """Options of OFP."""
+
+    lambda_consistency: float = 1.0
+    lambda_guidance: float = 0.01
+    """Small: g is taken at the network's own chunk and can amplify itself."""
+    p_drop: Annotated[float, Between(0, 1)] = 0.1
+    """Share of samples without an observation."""
+    target_rate: Annotated[float, Between(0, 1)] = 0.999
+    """Rate of the moving average u-."""
+    min_interval: Annotated[float, Between(0, 1, open=True)] = 0.05
+    """Least t - s in the consistency term, which divides by it."""
+    full_ratio: Annotated[float, Between(0, 1)] = 0.5
+    """Share of the consistency term's intervals that end at t = 1, where the policy jumps to."""
+    time_scale: float = 1.0
+    """The network receives both times multiplied by this."""
+    warm_start: Annotated[float, Between(0, 1)] = 0.0
+    """0 always starts from noise; the published best is 0.15."""
 
 
 class OFPPolicy(GeneratorPolicy):
@@ -22,56 +44,41 @@ class OFPPolicy(GeneratorPolicy):
           + lambda_consistency |u(z_s, s, t) - sg (z^_t - z_s) / (t - s)|^2
           + lambda_guidance    |y - sg[y + g]|^2                           means over batch and chunk
 
-        z^_t = z_m + (t - m) u-(z_m, m, t),   m ~ U[s, s + rho (t - s)]    u- is the moving average of u, m on the data's path
+        z^_t = z_m + (t - m) u-(z_m, m, t),   m ~ U[s, s + rho (t - s)]    u-: moving average of u
         y = u(z_s, s, 1),   a^ = z_s + (1 - s) y,   z~ = (1 - t') eps' + t' a^
         g = u-(z~, t', t' | o) - u-(z~, t', t' | no observation)
 
-    rho falls from 1 to 0 over training: the first targets are points of the data's path, the last ones the network's own jumps.
-    The condition is replaced by zeros for a share p_drop of the first two terms' samples, which is what `no observation` means.
-    The published description leaves both lambdas, p_drop, the average's rate, the times and the form of rho open.
+    rho falls from 1 to 0 over training: the first targets are points of the data's path, the last ones the network's
+    own jumps. `no observation` is a condition of zeros, given to a share p_drop of the samples in the first two
+    terms. The publication leaves both lambdas, p_drop, the average's rate, the times and the form of rho open.
 
-    It acts with one call, eps + u(eps, 0, 1). With `warm_start` = t_w > 0 and a previous chunk it starts on the way, from
-    z = (1 - t_w) eps + t_w (previous chunk moved up by the executed steps), and adds (1 - t_w) u(z, t_w, 1).
+    Acts with one call, eps + u(eps, 0, 1). With `warm_start` = t_w > 0 and a previous chunk it starts from
+    z = (1 - t_w) eps + t_w (previous chunk shifted by the executed steps), and adds (1 - t_w) u(z, t_w, 1).
     """
 
-    @dataclasses.dataclass(frozen=True)
-    class Options:
-        lambda_consistency: float = 1.0
-        lambda_guidance: float = 0.01  # small: g is taken at the network's own chunk and can feed on itself
-        p_drop: float = 0.1
-        target_rate: float = 0.999
-        min_interval: float = 0.05  # t - s is at least this in the consistency term, which divides by it
-        full_ratio: float = 0.5  # share of that term's intervals that end at t = 1, where the policy jumps to
-        time_scale: float = 1.0  # the network is told both times multiplied by this
-        warm_start: float = 0.0  # 0: always from noise; published best 0.15
+    Options = OFPOptions
+    options: OFPOptions
 
-        def __post_init__(self):
-            for name in ("p_drop", "full_ratio", "target_rate", "warm_start"):
-                if not 0 <= getattr(self, name) < 1:
-                    raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1)")
-            if not 0 < self.min_interval < 1:
-                raise ValueError(f"min_interval={self.min_interval} must lie strictly between 0 and 1")
-
-    def __init__(self, **arguments: Any):
-        super().__init__(**arguments)
+    def __init__(self, options: OFPOptions | None = None, **arguments: Any) -> None:
+        super().__init__(options, **arguments)
         self.target = TargetNetwork(self)
         self.register_buffer("updates", torch.zeros((), dtype=torch.long))  # of the average
         self.warm_start = self.options.warm_start
         self.previous: Tensor | None = None  # normalised chunk of the last prediction
 
     def velocity(self, generator: Generator, cond: Tensor, z: Tensor, s: float | Tensor, t: float | Tensor) -> Tensor:
-        """u(z, s, t | cond) of the network or of its average."""
+        """Return u(z, s, t | cond) of the network or of its average."""
         c = self.options.time_scale
         return generator(cond, z, c * t, s=c * s)
 
     # ------------------------------------------------------------------ training
     def update_target(self) -> None:
-        """Once a loss; faster in the beginning, so that the average forgets the untrained network."""
+        """Update the average once per loss; faster at first, so that it forgets the untrained network."""
         n = int(self.updates)
         self.target.update(min(self.options.target_rate, (1 + n) / (10 + n)))
         self.updates += 1
 
-    def loss_of(self, obs: Tensor, actions: Tensor) -> Tensor:
+    def loss_of(self, obs: Tensor | dict[str, Tensor], actions: Tensor) -> Tensor:
         if self.training and torch.is_grad_enabled():
             self.update_target()
         with torch.no_grad():
@@ -79,7 +86,7 @@ class OFPPolicy(GeneratorPolicy):
         return self.terms(self.generator.encode(obs), slow_cond, actions)
 
     def terms(self, cond: Tensor, slow_cond: Tensor, actions: Tensor) -> Tensor:
-        """The three terms, weighted; cond and slow_cond are the observation as the network and its average see it."""
+        """Return the weighted sum of the terms, given the observation as the network and as its average see it."""
         o = self.options
         noise = torch.randn_like(actions)
         keep = broadcast((torch.rand(len(actions), device=actions.device) >= o.p_drop).to(cond), cond)
@@ -116,10 +123,9 @@ class OFPPolicy(GeneratorPolicy):
             again = uniform_times(len(actions), like=actions)
             z, _ = interpolate(torch.randn_like(actions), z + broadcast(1 - s, z) * y, again)
             slow = self.target.generator
-            guidance = self.velocity(slow, slow_cond, z, again, again) - self.velocity(
-                slow, torch.zeros_like(slow_cond), z, again, again
-            )
-            target = y + guidance
+            conditional = self.velocity(slow, slow_cond, z, again, again)
+            unconditional = self.velocity(slow, torch.zeros_like(slow_cond), z, again, again)
+            target = y + (conditional - unconditional)
         return (y - target).square().mean()
 
     # ------------------------------------------------------------------ acting
@@ -133,11 +139,11 @@ class OFPPolicy(GeneratorPolicy):
         return action
 
     def reset(self) -> None:
-        """A new episode has no previous chunk."""
+        """Forget the previous chunk at the start of an episode."""
         self.previous = None
 
 
 def moved_up(chunk: Tensor, steps: int) -> Tensor:
-    """chunk (B, H, D) without its first `steps` steps, the last one repeated to the full length."""
+    """Return chunk (B, H, D) without its first `steps` steps, the last one repeated to the full length."""
     index = torch.arange(steps, steps + chunk.shape[1], device=chunk.device).clamp(max=chunk.shape[1] - 1)
     return chunk[:, index]

@@ -6,19 +6,26 @@ import dataclasses
 
 from torch import Tensor
 
-from idp_workspace.flows import squared_error
+from idp_workspace.options import Options
+from idp_workspace.paths import squared_error
 from idp_workspace.policy.base import GeneratorPolicy
 
 
-class RegressionPolicy(GeneratorPolicy):
-    """L = scale mean N(f(o, 0, 0) - a*),    N(r) = sum_d r_d^2.    Acts with the same call, f(o, 0, 0)."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RegressionOptions(Options):
+    """Options of regression."""
 
-    @dataclasses.dataclass(frozen=True)
-    class Options:
-        loss_scale: float = 0.1
+    loss_scale: float = 0.1
+
+
+class RegressionPolicy(GeneratorPolicy):
+    """L = scale mean N(f(o, 0, 0) - a*),    N(r) = sum_d r_d^2. Acts with the same call, f(o, 0, 0)."""
+
+    Options = RegressionOptions
+    options: RegressionOptions
 
     def training_input(self, actions: Tensor) -> Tensor:
-        """What the generator is given in the place of an action, (B, H, D)."""
+        """Return what the generator receives in place of an action, (B, H, D)."""
         return self.zeros(len(actions))
 
     def loss(self, cond: Tensor, actions: Tensor) -> Tensor:

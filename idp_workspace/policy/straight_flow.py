@@ -9,7 +9,7 @@ from idp_workspace.policy.regression import RegressionPolicy
 
 
 class StraightFlowPolicy(RegressionPolicy):
-    """L = scale mean N(f(o, z, 0) - a*),  z ~ N(0, I).    Acts with f(o, 0, 0).
+    """L = scale mean N(f(o, z, 0) - a*),  z ~ N(0, I). Acts with f(o, 0, 0).
 
     Noise and expert are drawn independently, so the best f does not depend on z: it is regression with a noisy input.
     """

@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
 
 import torch
 from torch import Tensor
 
-from idp_workspace.flows import squared_error
+from idp_workspace.paths import squared_error
 from idp_workspace.policy.idp import paper_lambda
-from idp_workspace.policy.mip import MIPPolicy
-from idp_workspace.proposal import Proposal
+from idp_workspace.policy.mip import MIPOptions, MIPPolicy
+from idp_workspace.proposals import Proposal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TSDOptions(MIPOptions):
+    """Options of TSD: those of MIP."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.proposal != Proposal():
+            raise ValueError(
+                "proposal: TSD trains its first stage from one noise sample; IDP's proposal does not apply"
+            )
 
 
 class TSDPolicy(MIPPolicy):
-    """A denoiser of two steps, the first from pure noise z to the noisy expert a~, the second from there to the expert:
+    """A denoiser of two steps, from pure noise z to the noisy expert a~, and from there to the expert.
 
         a~ = a* + (1 - t*) eps
         L = scale mean [ N((f(o, z, 0) - a~) / t*) + N((f(o, a~, t*) - a*) / (1 - t*)) ],    z, eps ~ N(0, I)
 
-    It acts as MIP does, f(o, f(o, 0, 0), t*): from the mean of the noise and without drawing any.
+    It acts as MIP does, f(o, f(o, 0, 0), t*): from the mean of the noise, without drawing any.
     """
 
-    def __init__(self, **arguments: Any):
-        super().__init__(**arguments)
-        if self.options.proposal != Proposal():
-            raise ValueError(
-                "proposal: TSD's first stage is always trained from one noise sample; the switches of IDP's proposal have no meaning here"
-            )
+    Options = TSDOptions
 
     def loss(self, cond: Tensor, actions: Tensor) -> Tensor:
         o = self.options

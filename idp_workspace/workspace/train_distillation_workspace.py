@@ -16,7 +16,7 @@ TEACHER_WORKSPACE = "idp_workspace.workspace.train_lowdim_workspace.TrainLowdimW
 
 
 def teacher_config(cfg: DictConfig) -> DictConfig:
-    """The teacher's run: the student's config with the settings of its section `teacher` over it, and that section's policy."""
+    """Return the config of the teacher's run: the student's, updated by its section `teacher`, with that policy."""
     run = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
     overrides = run.pop("teacher")
     policy = overrides.pop("policy")
@@ -28,9 +28,10 @@ def teacher_config(cfg: DictConfig) -> DictConfig:
 class TrainDistillationWorkspace(TrainLowdimWorkspace):
     """Trains `cfg.policy`, a student, from the teacher in `cfg.policy.teacher_checkpoint`.
 
-    Without one, the teacher of the section `teacher` is trained first, into <run folder>/teacher, on the same data with the same
-    networks and settings but for what that section says. Started again with the same run folder, an unfinished teacher is continued
-    and a finished one is used as it is. The student's config and checkpoints record which teacher it had.
+    Without one, the teacher of the section `teacher` is trained first, into <run folder>/teacher, on the same data
+    with the same networks and settings but for what that section says. Started again with the same run folder, an
+    unfinished teacher is continued and a finished one is used as it is. The student's config and checkpoints record
+    which teacher it had.
     """
 
     def run(self) -> dict[str, Any]:

@@ -1,7 +1,14 @@
-"""What the train_*_lowdim configs of the plugin name. The training loop is the host's."""
+"""The workspace that the configs of this package name for observation vectors. The training loop is the host's."""
 
-from diffusion_policy.workspace.train_diffusion_unet_lowdim_workspace import TrainDiffusionUnetLowdimWorkspace
+from __future__ import annotations
+
+try:
+    from diffusion_policy.workspace.train_workspace import TrainWorkspace
+except ImportError:  # upstream's own tree has no common training loop
+    from diffusion_policy.workspace.train_diffusion_unet_lowdim_workspace import (  # type: ignore[assignment]
+        TrainDiffusionUnetLowdimWorkspace as TrainWorkspace,
+    )
 
 
-class TrainLowdimWorkspace(TrainDiffusionUnetLowdimWorkspace):
-    """Trains any objective of `idp_workspace.policy`; the optimiser is the config's own `_target_`."""
+class TrainLowdimWorkspace(TrainWorkspace):
+    """Trains any objective of `idp_workspace.policy`."""

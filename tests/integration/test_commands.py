@@ -240,7 +240,7 @@ def test_eval_of_other_configurations(name, tmp_path, data):
         refused = command(
             "eval.py", "-c", run / "checkpoints/latest.ckpt", "-n", 1, "-o", tmp_path / "x", "--nfe", 3, check=False
         )
-        assert refused.returncode == 1 and "fixed number" in refused.stderr and not (tmp_path / "x").exists()
+        assert refused.returncode == 1 and "one network call" in refused.stderr and not (tmp_path / "x").exists()
 
 
 def test_bad_checkpoints_are_named_and_leave_nothing_behind(finished, tmp_path):

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from diffusion_policy.storage import checkpoint_io
 from diffusion_policy.common.errors import ConfigError
 from diffusion_policy.scripts import eval as eval_script
+from tests import golden
 from tests.util import ROOT, load_config, train_here, write_point_clouds, write_pusht
 
 UPSTREAM_IMAGE = [
@@ -208,9 +209,8 @@ def test_the_paper_s_preset_has_the_paper_s_values():
 
 
 @pytest.mark.parametrize("name", UPSTREAM)
-def test_upstream_configurations_have_upstream_s_values(name, golden):
-    reference = json.loads((golden / "resolved_configs.json").read_text())["workspaces"][name]
-    reference = reference.get("config", reference)
+def test_upstream_configurations_have_upstream_s_values(name):
+    reference = golden.read("resolved_configs")["workspaces"][name]
 
     def flat(value, prefix=""):
         if not isinstance(value, dict):

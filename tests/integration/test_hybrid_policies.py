@@ -25,6 +25,7 @@ from diffusion_policy.policy.diffusion_unet_hybrid_image_policy import Diffusion
 from diffusion_policy.policy.diffusion_unet_image_policy import DiffusionUnetImagePolicy
 from diffusion_policy.scripts import eval as eval_script
 from idp_workspace import policy as policies
+from tests import golden
 from tests.util import load_config, train_here, write_pusht
 
 B, T, TO, TA, DA = 3, 8, 2, 4, 2
@@ -207,11 +208,11 @@ def test_both_names_of_a_weight_stay_one_weight():
 def golden_policy(config_name, overrides, reference, tasks):
     """Upstream's policy section for these overrides, made of its resolved configurations."""
     config = copy.deepcopy(reference[config_name])
-    policy = config.get("config", config)["policy"]
+    policy = config["policy"]
     for override in overrides:
         key, value = override.split("=", 1)
         if key == "task":
-            meta = tasks[value]["task"]["shape_meta"]
+            meta = tasks[value]
             policy["shape_meta"] = meta
             if "obs_encoder" in policy:
                 policy["obs_encoder"]["shape_meta"] = meta
@@ -224,19 +225,21 @@ def golden_policy(config_name, overrides, reference, tasks):
     return policy
 
 
-def test_layouts_and_optimizer_groups_match(golden):
-    reference = json.loads((golden / "resolved_configs.json").read_text())
-    layouts = json.loads((golden / "state_dict_layouts_image.json").read_text())["layouts"]
+def test_layouts_and_optimizer_groups_match():
+    reference = golden.read("resolved_configs")
+    layouts = golden.read("state_dict_layouts_image")
     assert len(layouts) == 13
     for name, layout in layouts.items():
         with torch.device("meta"):
             policy = hydra.utils.instantiate(
-                golden_policy(layout["config_name"], layout["overrides"], reference["workspaces"], reference["tasks"])
+                golden_policy(
+                    layout["config_name"], layout["overrides"], reference["workspaces"], reference["shape_meta"]
+                )
             )
         assert f"{type(policy).__module__}.{type(policy).__name__}" == layout["policy_class"], name
         expected = {
-            key: (tuple(value["shape"]), value["dtype"])
-            for key, value in layout["policy_state_dict"].items()
+            key: (tuple(shape), dtype)
+            for key, (shape, dtype) in layout["policy_state_dict"].items()
             if not key.startswith("normalizer.")
         }
         ours = {
@@ -446,8 +449,8 @@ SHORT = (
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_configurations_have_upstream_s_values(name, golden):
-    reference = json.loads((golden / "resolved_configs.json").read_text())["workspaces"][name]
+def test_the_configurations_have_upstream_s_values(name):
+    reference = golden.read("resolved_configs")["workspaces"][name]
 
     def flat(value, prefix=""):
         if not isinstance(value, dict):
@@ -469,9 +472,7 @@ def test_the_configurations_have_upstream_s_values(name, golden):
         "val_dataloader.num_workers",
     )
     ours = flat(OmegaConf.to_container(load_config(name, "task.crop_shape=[76,76]"), resolve=True))
-    theirs = {
-        key: value for key, value in flat(reference.get("config", reference)).items() if not key.startswith(allowed)
-    }
+    theirs = {key: value for key, value in flat(reference).items() if not key.startswith(allowed)}
     assert {key: (value, ours.get(key)) for key, value in theirs.items() if key not in ours or ours[key] != value} == {}
     # Nothing else reaches the policy: upstream's would hand it to the scheduler.
     added = {key for key in ours if key.startswith("policy.")} - set(theirs)

@@ -15,6 +15,7 @@ from diffusion_policy.storage import hdf5_child, hdf5_reader
 from diffusion_policy.common.errors import ConfigError, DataError, DataNotFoundError
 from diffusion_policy.storage.hdf5_reader import Hdf5Process, read_demos
 from diffusion_policy.dataset.robomimic_replay_lowdim_dataset import RobomimicReplayLowdimDataset
+from tests import golden
 
 KEYS = ("actions", "obs/object")
 
@@ -48,10 +49,10 @@ def process():
 
 
 @pytest.mark.parametrize("case", ["lowdim_abs", "lowdim_abs_legacy_norm", "lowdim_delta", "lowdim_abs_dual"])
-def test_upstream_s_numbers(golden, case):
-    expected = torch.load(golden / "robomimic_fixture/expected.pt", weights_only=False)[case]
+def test_upstream_s_numbers(golden_files, case):
+    expected = golden.read("robomimic_dataset")[case]
     arguments = dict(expected["kwargs"])
-    arguments["dataset_path"] = golden / "robomimic_fixture" / arguments["dataset_path"]
+    arguments["dataset_path"] = golden_files / "robomimic_fixture" / arguments["dataset_path"]
     dataset = RobomimicReplayLowdimDataset(
         horizon=expected["horizon"],
         pad_before=expected["pad_before"],

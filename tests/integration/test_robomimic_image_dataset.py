@@ -19,6 +19,7 @@ from diffusion_policy.storage.hdf5_reader import Hdf5Process
 from diffusion_policy.common.pytorch_util import dict_apply
 from diffusion_policy.dataset import robomimic_replay_image_dataset as module
 from diffusion_policy.dataset.robomimic_replay_image_dataset import RobomimicReplayImageDataset
+from tests import golden
 from tests.util import load_config
 
 SIZE = 8
@@ -59,10 +60,10 @@ def path(tmp_path):
 
 
 @pytest.mark.parametrize("case", ["image_abs_nobsNone", "image_abs_nobs2"])
-def test_upstream_s_numbers(golden, case, tmp_path):
-    expected = torch.load(golden / "robomimic_fixture/expected.pt", weights_only=False)
+def test_upstream_s_numbers(golden_files, case, tmp_path):
+    expected = golden.read("robomimic_dataset")
     path = tmp_path / "image_abs.hdf5"
-    path.write_bytes((golden / "robomimic_fixture/image_abs.hdf5").read_bytes())
+    path.write_bytes((golden_files / "robomimic_fixture/image_abs.hdf5").read_bytes())
     window, expected = expected["lowdim_abs"], expected[case]
     dataset = RobomimicReplayImageDataset(
         expected["shape_meta"],
@@ -84,10 +85,10 @@ def test_upstream_s_numbers(golden, case, tmp_path):
         torch.testing.assert_close(sample["action"], expected[name]["action"])
         assert set(sample["obs"]) == set(expected[name]["obs"])
         for key, value in sample["obs"].items():
-            # Upstream's cache is lossy, by a few shades of 255.
-            torch.testing.assert_close(
-                value, expected[name]["obs"][key], **({"rtol": 0, "atol": 5 / 255} if key.endswith("image") else {})
-            )
+            if key.endswith("image"):  # upstream's cache is lossy, by a few of 255 levels
+                torch.testing.assert_close(value, expected[name]["obs"][key] / 255, rtol=0, atol=5 / 255)
+            else:
+                torch.testing.assert_close(value, expected[name]["obs"][key])
     state = dataset.get_normalizer().state_dict()
     assert set(state) == set(expected["normalizer"])
     for key, value in state.items():

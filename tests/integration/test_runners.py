@@ -15,6 +15,7 @@ from diffusion_policy.env_runner.base_lowdim_runner import BaseLowdimRunner
 from diffusion_policy.env_runner.pusht_image_runner import PushTImageRunner
 from diffusion_policy.env_runner.pusht_keypoints_runner import PushTKeypointsRunner
 from diffusion_policy.env_runner.pusht_state_runner import PushTStateRunner
+from tests import golden
 
 RUNNERS = {"state": PushTStateRunner, "keypoints": PushTKeypointsRunner, "image": PushTImageRunner}
 
@@ -67,8 +68,8 @@ def small(cls, tmp_path, **kwargs):
 
 
 @pytest.mark.parametrize("case", ["keypoints", "keypoints_nenvs2", "image"])
-def test_scores_equal_upstream(golden, tmp_path, case):
-    expected = json.loads((golden / "runner_golden.json").read_text())[case]
+def test_scores_equal_upstream(tmp_path, case):
+    expected = golden.read("runner")[case]
     runner = RUNNERS[case.split("_")[0]](str(tmp_path), **expected["kwargs"])
     policy = Policy(diagonal)
     log = runner.run(policy)

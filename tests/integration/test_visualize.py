@@ -14,7 +14,9 @@ import torch
 from omegaconf import OmegaConf
 
 from diffusion_policy.common.replay_buffer import ReplayBuffer
-from idp_workspace import geometry, visualize
+from idp_workspace import visualize
+from idp_workspace.geometry import conditional_variance
+from idp_workspace.geometry_variants import Geometry, neighbor_weights, variance_around_mean
 
 
 # ---------------------------------------------------------------------- helpers
@@ -37,7 +39,8 @@ def test_local_covariance_is_the_weighted_sum(center):
 @pytest.mark.parametrize("center", ["expert", "weighted_mean"])
 def test_its_diagonal_is_the_variance_that_the_policy_uses(center):
     w, a = batch()
-    want = geometry.conditional_variance(w.float(), a.float(), center)
+    variance = conditional_variance if center == "expert" else variance_around_mean
+    want = variance(w.float(), a.float())
     torch.testing.assert_close(
         torch.diagonal(visualize.local_covariance(w, a, center), dim1=1, dim2=2).float(), want, atol=1e-4, rtol=1e-4
     )
@@ -311,9 +314,8 @@ def test_switches_of_the_policy_are_those_drawn(data, repo_root, tmp_path):
     m = policy.excess(policy.generator.encode(normalised["obs"]), normalised["action"][:, 1:9])
     np.testing.assert_allclose(scene.m, torch.diagonal(m, dim1=-2, dim2=-1).numpy(), rtol=1e-5)
     torch.manual_seed(3)
-    w = geometry.neighbor_weights(
-        policy.generator.embedding(policy.generator.encode(normalised["obs"])), weights="shuffled"
-    )
+    phi = policy.generator.embedding(policy.generator.encode(normalised["obs"]))
+    w = neighbor_weights(phi, Geometry(weights="shuffled"))
     np.testing.assert_allclose(scene.weights, w.numpy(), rtol=1e-5)
     np.testing.assert_allclose(scene.points, rows["action"][:, 1].numpy())
     np.testing.assert_allclose(scene.centers, scene.weights @ scene.points, rtol=1e-4)

@@ -11,6 +11,7 @@ from torch import nn
 from diffusion_policy.common.errors import ConfigError
 from diffusion_policy.model.common.lr_scheduler import get_scheduler
 from diffusion_policy.model.diffusion.ema_model import EMAModel
+from tests import golden
 
 
 class Probe(nn.Module):
@@ -24,8 +25,8 @@ class Probe(nn.Module):
         self.bn = nn.BatchNorm1d(2)
 
 
-def test_decay_and_trace_match(golden):
-    expected = json.loads((golden / "ema_golden.json").read_text())
+def test_decay_and_trace_match():
+    expected = golden.read("ema")
     for schedule in expected["schedules"]:
         ema = EMAModel(Probe(), **schedule["kwargs"])
         for step, decay in schedule["decay_for_optimization_step"].items():
@@ -105,8 +106,8 @@ def learning_rates(name, steps, base_lr=1e-4, **kwargs):
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "constant", "constant_with_warmup"])
-def test_schedules_match(golden, name):
-    expected = json.loads((golden / "lr_scheduler_golden.json").read_text())[name]
+def test_schedules_match(name):
+    expected = golden.read("lr_scheduler")[name]
     values = learning_rates(
         name,
         len(expected["lr"]),

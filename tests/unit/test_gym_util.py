@@ -1,5 +1,3 @@
-import json
-
 import dill
 import gymnasium as gym
 import imageio.v3 as iio
@@ -16,6 +14,7 @@ from diffusion_policy.gym_util.multistep_wrapper import (
     stack_last_n_obs,
 )
 from diffusion_policy.gym_util.video_recording_wrapper import VideoRecorder, VideoRecordingWrapper
+from tests import golden
 
 
 class CountingEnv(gym.Env):
@@ -41,8 +40,8 @@ class CountingEnv(gym.Env):
         return np.full((32, 48, 3), (self.t * 20) % 256, dtype=np.uint8)
 
 
-def test_traces_equal_upstream(golden):
-    cases = json.loads((golden / "multistep_wrapper_golden.json").read_text())["cases"]
+def test_traces_equal_upstream():
+    cases = golden.read("multistep_wrapper")["cases"]
     assert cases
     for case in cases:
         base = CountingEnv(case["env_done_at_t"])

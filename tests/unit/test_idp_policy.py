@@ -200,7 +200,7 @@ def test_potential_gradient_is_the_geometry_induced_correction():
         matrix = m if m.ndim == 4 else torch.diag_embed(m)
         expected = (target - a) + (matrix @ (target - a).unsqueeze(-1)).squeeze(-1)
         torch.testing.assert_close(-grad, expected)
-    assert torch.equal(potential(a, torch.diag_embed(torch.zeros(3, 2, 4))), potential(a, None))
+    assert torch.equal(potential(a, torch.diag_embed(torch.zeros(3, 2, 4))), potential(a, torch.zeros(())))
 
 
 def test_no_gradient_reaches_the_encoder_through_the_geometry():

@@ -9,13 +9,14 @@ import pytest
 from diffusion_policy.common.checkpoint_util import TopKCheckpointManager
 from diffusion_policy.common.errors import ConfigError
 from diffusion_policy.common.json_logger import JsonLogger, read_json_log
+from tests import golden
 
 NAME = "epoch={epoch:04d}-test_mean_score={test_mean_score:.3f}.ckpt"
 
 
 @pytest.fixture(scope="module")
-def upstream(golden):
-    return json.loads((golden / "topk_jsonlogger_golden.json").read_text())
+def upstream():
+    return golden.read("topk_jsonlogger")
 
 
 def manager(folder, **kwargs):

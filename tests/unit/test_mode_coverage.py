@@ -8,10 +8,11 @@ from omegaconf import OmegaConf
 
 from benchmarks import toy
 from idp_workspace.drifting import drifting_field, drifting_loss
-from idp_workspace.geometry import geometry_excess, neighbor_weights
+from idp_workspace.geometry import geometry_excess
+from idp_workspace.geometry_variants import Geometry, neighbor_weights
 from idp_workspace.policy import NaiveDriftingPolicy
 from idp_workspace.policy.idp import potential
-from idp_workspace.proposal import HOT_TEMPERATURES, Proposal, assignment
+from idp_workspace.proposals import HOT_TEMPERATURES, Proposal, assignment
 from tests.unit.test_idp_policy import D, H, batch, make
 from tests.util import load_config
 
@@ -46,7 +47,7 @@ def test_the_default_proposal_is_the_paper_to_the_last_bit(geometry):
         found.append((loss, torch.get_rng_state(), *torch.autograd.grad(loss, list(policy.model.parameters()))))
     policy = policies[0]
     cond = policy.generator.encode(data["obs"])
-    m = geometry_excess(cond.flatten(1), data["action"]) if geometry else None
+    m = geometry_excess(cond.flatten(1), data["action"]) if geometry else torch.zeros(())
     torch.manual_seed(7)
     y = policy.generator(cond, torch.zeros(32, H, D), 0.0)
     z = policy.generator(cond, data["action"] + (1 - 0.9) * torch.randn(32, H, D), 0.9)
@@ -179,7 +180,9 @@ def test_wrong_proposals_are_named(section, message):
 
 def test_a_proposal_comes_from_a_configuration():
     section = OmegaConf.create({"noise": "gaussian", "samples": 8, "assign": "wta", "temperatures": [0.5]})
-    assert make(proposal=section).options.proposal == Proposal("gaussian", 8, "wta", (0.5,))
+    assert make(proposal=section).options.proposal == Proposal(
+        noise="gaussian", samples=8, assign="wta", temperatures=(0.5,)
+    )
     cfg = load_config("train_idp_mlp_lowdim")
     assert Proposal.of(cfg.policy.proposal) == Proposal()
     cfg = load_config(
@@ -243,12 +246,12 @@ def test_weighted_positives_are_the_neighbours_of_the_geometry():
     policy = make(NaiveDriftingPolicy, positives="weighted", tau=0.5)
     positives, weights = policy.positives(cond, data["action"])
     assert positives.shape == (16, 16, H, D)
-    torch.testing.assert_close(weights, 16 * neighbor_weights(cond.flatten(1), tau=0.5))
+    torch.testing.assert_close(weights, 16 * neighbor_weights(cond.flatten(1), Geometry(tau=0.5)))
     few = make(NaiveDriftingPolicy, positives="weighted", tau=0.5, topk=3)
     positives, weights = few.positives(cond, data["action"])
     assert positives.shape == (16, 3, H, D)
     torch.testing.assert_close(weights.mean(1), torch.ones(16))
-    w = 3 * neighbor_weights(cond.flatten(1), tau=0.5, topk=3)
+    w = 3 * neighbor_weights(cond.flatten(1), Geometry(tau=0.5, topk=3))
     torch.testing.assert_close(
         (weights[..., None, None] * positives).sum(1), torch.einsum("ij,jhd->ihd", w, data["action"])
     )

@@ -1,7 +1,5 @@
 """The two diffusion backbones: upstream's numbers, and what must hold by construction."""
 
-import json
-
 import pytest
 import torch
 from torch import nn
@@ -15,22 +13,24 @@ from diffusion_policy.model.diffusion.transformer_for_diffusion import (
     TransformerForDiffusion,
     TransformerLayer,
 )
+from tests import golden
 
 CLASSES = {"TransformerForDiffusion": TransformerForDiffusion, "ConditionalUnet1D": ConditionalUnet1D}
 CASES = ["tf_cond_causal_mlp", "tf_cond_noncausal", "tf_bert_causal", "unet_global_film", "unet_local", "unet_3level"]
 
 
 @pytest.fixture(scope="module")
-def cases(golden):
-    return torch.load(golden / "model_forward_golden.pt", weights_only=False)["cases"]
+def cases():
+    return golden.read("model_forward")["cases"]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_forward_and_gradients_match(cases, name):
     case = cases[name]
     model = CLASSES[case["class"]](**case["kwargs"]).eval()
-    assert list(model.state_dict()) == list(case["state_dict"])
-    model.load_state_dict(case["state_dict"])
+    weights = golden.drawn_weights(case)
+    assert list(model.state_dict()) == list(weights)
+    model.load_state_dict(weights)
     cond = {key: case[key] for key in ("cond", "local_cond", "global_cond") if case.get(key) is not None}
     steps = {"out_batch_t": case["timestep_batch"], "out_int_t7": 7, "out_scalar_t42": torch.tensor(42)}
     for key, step in steps.items():
@@ -60,14 +60,14 @@ def test_transformer_attributes_and_optimizer_groups(cases, name):
     assert groups == case["optim_groups"]
 
 
-def test_full_size_layouts(golden):
-    for name, layout in json.loads((golden / "state_dict_layouts_lowdim.json").read_text()).items():
+def test_full_size_layouts():
+    for name, layout in golden.read("state_dict_layouts_lowdim").items():
         config = dict(layout["resolved_policy_cfg"]["model"])
         model_class = CLASSES[config.pop("_target_").rsplit(".", 1)[1]]
         with torch.device("meta"):
             model = model_class(**config)
-        expected = {key: tuple(entry["shape"]) for key, entry in layout["model_state_dict"].items()}
-        assert [(key, tuple(value.shape)) for key, value in model.state_dict().items()] == list(expected.items()), name
+        expected = list(layout["model_state_dict"].items())
+        assert [(key, list(value.shape)) for key, value in model.state_dict().items()] == expected, name
         assert sum(p.numel() for p in model.parameters()) == layout["n_params_model"], name
 
 
@@ -173,8 +173,8 @@ def test_both_depend_on_time_and_accept_floats():
         torch.testing.assert_close(at_third, model(sample, torch.full((3,), 0.3)))
 
 
-def test_masks_and_embedding_match(golden):
-    expected = json.loads((golden / "mask_posemb_golden.json").read_text())
+def test_masks_and_embedding_match():
+    expected = golden.read("mask_posemb")
     for name in ("ld_inpaint", "ld_visible", "ld_obs0", "ld_random_seed0"):
         case = expected[name]
         mask = LowdimMaskGenerator(**case["kwargs"])(case["shape"], seed=0)

@@ -67,6 +67,7 @@ def stub_policy(policy_class, formula, teacher=None, monkeypatch=None, **options
     if teacher is not None:
         monkeypatch.setattr(distilled, "load_teacher", lambda *_: teacher.requires_grad_(False))
     policy.set_normalizer(unit_normalizer(DO, D))
+    policy.on_train_start()
     policy.model.calls = 0
     return policy
 
@@ -102,6 +103,7 @@ def make(policy_class, kind, monkeypatch=None, seed=0, **options):
         teacher = make(policy_class.teacher_kind, kind, seed=seed + 1).eval().requires_grad_(False)
         monkeypatch.setattr(distilled, "load_teacher", lambda *_: teacher)
     policy.set_normalizer(unit_normalizer(DO, D))
+    policy.on_train_start()
     return policy
 
 
@@ -740,6 +742,7 @@ def student_of(checkpoint, **changes):
     cfg = load_config("train_consistency_mlp_lowdim", "preset=debug").policy
     policy = hydra.utils.instantiate({**cfg, "teacher_checkpoint": checkpoint, **changes})
     policy.set_normalizer(unit_normalizer(policy.obs_dim, policy.action_dim))
+    policy.on_train_start()
     return policy
 
 
@@ -752,7 +755,7 @@ def test_a_student_takes_over_its_teacher(chained):
     # Loading it leaves the global random numbers alone, though the teacher's workspace seeds them.
     torch.manual_seed(123)
     state = torch.get_rng_state()
-    policy.set_normalizer(policy.normalizer)
+    policy.on_train_start()
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -776,7 +779,7 @@ def test_what_is_wrong_with_a_teacher_is_said(chained, zarr, tmp_path):
     (tmp_path / "broken.ckpt").write_bytes(b"no checkpoint")
     with pytest.raises(TeacherError, match="cannot be loaded"):
         student_of(str(tmp_path / "broken.ckpt"))
-    with pytest.raises(TeacherError, match="loaded by set_normalizer"):
+    with pytest.raises(TeacherError, match="on_train_start loads it"):
         hydra.utils.instantiate(load_config("train_consistency_mlp_lowdim", "preset=debug").policy).teacher
 
 
@@ -792,7 +795,7 @@ def test_the_command_says_what_is_wrong_without_a_traceback(zarr, tmp_path):
     "prediction, message",
     [
         ({"prediction_type": "sample"}, "prediction_type=epsilon"),
-        ({"beta_schedule": "linear"}, "other noise levels"),
+        ({"beta_schedule": "linear"}, "different noise levels"),
         ({}, "time_scale=0.5"),
     ],
 )
@@ -801,4 +804,4 @@ def test_noise_of_teacher_and_student_must_agree(prediction, message, monkeypatc
     monkeypatch.setattr(distilled, "load_teacher", lambda *_: teacher)
     policy = OneStepDiffusionPolicy(**SIZES, **network("mlp"), noise_scheduler=scheduler())
     with pytest.raises(TeacherError, match=message):
-        policy.set_normalizer(unit_normalizer(DO, D))
+        policy.on_train_start()

@@ -130,8 +130,8 @@ def test_empty_base_classes():
         assert len(cls()) == 0 and type(cls().get_validation_dataset()) is cls
 
 
-def test_tiny_upstream_dataset(golden):
-    path = golden / "tiny_pusht.zarr"
+def test_tiny_upstream_dataset(golden_files):
+    path = golden_files / "tiny_pusht.zarr"
     lowdim, image = PushTLowdimDataset(path, **WINDOW), PushTImageDataset(path, **WINDOW)
     ends = ReplayBuffer.create_from_path(path).episode_ends
     assert len(lowdim) == len(image) == np.maximum(np.diff(ends, prepend=0) - 16 + 9, 0).sum()

@@ -14,13 +14,14 @@ from diffusion_policy.env.pusht import tee
 from diffusion_policy.env.pusht.pusht_env import PushTEnv
 from diffusion_policy.env.pusht.pusht_image_env import PushTImageEnv
 from diffusion_policy.env.pusht.pusht_keypoints_env import BLOCK_KEYPOINTS, PushTKeypointsEnv
+from tests import golden
 
 GOAL = (256.0, 256.0, np.pi / 4)
 
 
 @pytest.fixture(scope="module")
-def upstream(golden):
-    return dict(np.load(golden / "pusht_env_golden.npz"))
+def upstream():
+    return golden.read("pusht_env")
 
 
 def rollout(env, actions, **reset):
@@ -81,7 +82,7 @@ def test_images_equal_upstream_up_to_edges(upstream):
         images.append(env.step(action)[0]["image"])
         frames.append(env.render())
     for ours, theirs in (
-        (np.array(images).transpose(0, 2, 3, 1) * 255, upstream["imgenv_image"].transpose(0, 2, 3, 1) * 255),
+        (np.array(images).transpose(0, 2, 3, 1) * 255, upstream["imgenv_image"].transpose(0, 2, 3, 1).astype(float)),
         (np.array(frames, dtype=float), upstream["imgenv_render"]),
     ):
         difference = np.abs(ours - theirs).max(-1)

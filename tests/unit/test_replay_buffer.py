@@ -54,9 +54,9 @@ def assert_equal(a: ReplayBuffer, b: ReplayBuffer):
     "name",
     ["pusht_like_zarr_backend.zarr", "pusht_like_numpy_backend.zarr", "create_from_path.zarr", "pusht_like.zarr.zip"],
 )
-def test_reads_what_upstream_wrote(golden, name):
-    expected = np.load(golden / "replay_buffer_fixture/expected.npz")
-    path = golden / "replay_buffer_fixture" / name
+def test_reads_what_upstream_wrote(golden_files, name):
+    expected = np.load(golden_files / "replay_buffer_fixture/expected.npz")
+    path = golden_files / "replay_buffer_fixture" / name
     for buffer in (
         ReplayBuffer.copy_from_path(path),
         ReplayBuffer.create_from_path(path),
@@ -68,8 +68,8 @@ def test_reads_what_upstream_wrote(golden, name):
             np.testing.assert_array_equal(buffer[key][:], expected[key][: buffer.n_steps])
 
 
-def test_writes_upstreams_layout(golden, tmp_path):
-    folder = golden / "replay_buffer_fixture"
+def test_writes_upstreams_layout(golden_files, tmp_path):
+    folder = golden_files / "replay_buffer_fixture"
     source = ReplayBuffer.copy_from_path(folder / "pusht_like_zarr_backend.zarr")
     layout = json.loads((folder / "layout.json").read_text())
     buffer = ReplayBuffer.create_empty_zarr(str(tmp_path / "added.zarr"))
@@ -430,7 +430,11 @@ class Payload:
 
 
 def test_pickles_in_a_zarr_never_run(copied, tmp_path, monkeypatch):
-    """numcodecs before 0.16 decodes pickles, later versions on request; with a text codec in front, zarr uses it."""
+    """Data encoded with the pickle codec is refused.
+
+    numcodecs before 0.16 decodes pickles, and later versions when allowed to. zarr uses the codec when a text
+    codec comes before it.
+    """
     monkeypatch.setattr("numcodecs.pickles.ALLOW_UNSAFE_PICKLE_DECODE", True, raising=False)
     edit(
         copied / "data/action/.zarray",

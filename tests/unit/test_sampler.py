@@ -1,7 +1,5 @@
 """Windows: upstream's indices, and what holds for any episodes."""
 
-import json
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,11 +8,12 @@ from hypothesis import strategies as st
 from diffusion_policy.common.errors import ConfigError
 from diffusion_policy.common.replay_buffer import ReplayBuffer, get_optimal_chunks
 from diffusion_policy.common.sampler import SequenceSampler, create_indices, downsample_mask, get_val_mask
+from tests import golden
 
 
 @pytest.fixture(scope="module")
-def upstream(golden):
-    return json.loads((golden / "sampler_golden.json").read_text())
+def upstream():
+    return golden.read("sampler")
 
 
 def buffer_of(lengths) -> ReplayBuffer:

@@ -1,6 +1,5 @@
 """Image networks: crops, ResNet, encoders; their sizes, names and what they refuse."""
 
-import json
 import subprocess
 import sys
 
@@ -13,6 +12,7 @@ from diffusion_policy.model.vision.crop_randomizer import CenterCrop, CropRandom
 from diffusion_policy.model.vision.mip_image_encoder import ImageEncoder
 from diffusion_policy.model.vision.model_getter import get_resnet
 from diffusion_policy.model.vision.multi_image_obs_encoder import MultiImageObsEncoder, Resize, Standardize
+from tests import golden
 
 
 def meta(size=20, cameras=("image",), action=2):
@@ -184,13 +184,11 @@ def test_wrong_observations_of_an_encoder_are_said():
 
 
 @pytest.mark.parametrize("name", ["", "|task=pusht_image,policy.obs_encoder.crop_shape=[84,84]"])
-def test_state_dict_is_upstream_s(golden, name):
-    layout = json.loads((golden / "state_dict_layouts_image.json").read_text())["layouts"][
-        "train_diffusion_unet_image_workspace" + name
-    ]
+def test_state_dict_is_upstream_s(name):
+    layout = golden.read("state_dict_layouts_image")["train_diffusion_unet_image_workspace" + name]
     theirs = {
-        key.removeprefix("obs_encoder."): tuple(value["shape"])
-        for key, value in layout["policy_state_dict"].items()
+        key.removeprefix("obs_encoder."): tuple(shape)
+        for key, (shape, _) in layout["policy_state_dict"].items()
         if key.startswith("obs_encoder.")
     }
     pusht = "pusht" in name

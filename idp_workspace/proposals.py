@@ -1,0 +1,104 @@
+"""Beyond the paper: proposals that start from noise, to cover several modes of the experts in one network call."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor
+
+from idp_workspace import drifting
+from idp_workspace.options import AtLeast, Options, numbers, unknown_argument
+
+if TYPE_CHECKING:
+    from idp_workspace.policy.idp import IDPPolicy
+
+#: Share of the weight that relaxed winner-takes-all gives to the samples that did not win, so that each has a gradient.
+RELAXED_SHARE = 0.05
+
+#: The drifting field needs kernels as wide as the distance between modes; the published ones are narrower.
+HOT_TEMPERATURES = (0.2, 0.5, 1.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Proposal(Options):
+    """How proposals are drawn, and how they share the one expert of an observation.
+
+        y_g = f(o, xi_g, 0),  g = 1..samples
+
+    A proposal from zero is one point: the mean of the modes where experts disagree. So is one from noise, if every
+    sample is pulled to every expert.
+    """
+
+    noise: Literal["zero", "gaussian"] = "zero"
+    """Where a proposal starts: xi = 0 (the paper), or xi ~ N(0, I)."""
+    samples: Annotated[int, AtLeast(1)] = 1
+    """Proposals per observation in training; acting draws one."""
+    assign: Literal["all", "wta", "relaxed_wta", "drift"] = "all"
+    """What replaces E(y): `all` is mean_g E(y_g); `wta` is min_g E(y_g), so that only the nearest sample moves;
+    `relaxed_wta` puts 0.95 on the nearest and spreads 0.05 over the others; `drift` is the explicit drifting loss of
+    all y_g with a* as positive, which does not use the geometry."""
+    temperatures: tuple[float, ...] = HOT_TEMPERATURES
+    """Kernel widths of `drift`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "temperatures", numbers(self.temperatures))
+        super().__post_init__()
+        drifting.Field(temperatures=self.temperatures)  # checks them
+        if self.noise == "zero" and self.samples > 1:
+            raise ValueError(
+                f"samples={self.samples} with noise='zero' are copies of one proposal: use noise='gaussian'"
+            )
+
+    @property
+    def is_paper(self) -> bool:
+        """Whether there is one proposal, from zero, with the error E(y)."""
+        return self.noise == "zero" and self.assign != "drift"
+
+    @classmethod
+    def of(cls, section: Proposal | Mapping[str, Any]) -> Proposal:
+        """Build from a section of a config; a Proposal is returned unchanged."""
+        if isinstance(section, cls):
+            return section
+        if not isinstance(section, Mapping):
+            raise TypeError(
+                f"proposal must be a section such as {{noise: gaussian, samples: 8, assign: wta}}, got {section!r}"
+            )
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in section:
+            if name not in names:
+                raise unknown_argument(str(name), names, "proposal")
+        return cls(**section)
+
+
+def start(zeros: Tensor, p: Proposal) -> Tensor:
+    """Return what the generator starts from, like `zeros` (B, H, D)."""
+    return torch.randn_like(zeros) if p.noise == "gaussian" else zeros
+
+
+def loss(policy: IDPPolicy, cond: Tensor, a: Tensor, m: Tensor) -> Tensor:
+    """Return what replaces 2 E(y) / t*^2: (B, H), or a scalar for `drift`."""
+    from idp_workspace.policy.idp import potential
+
+    p, t, batch, samples = policy.options.proposal, policy.options.t_star, len(a), policy.options.proposal.samples
+    y = policy.generator(cond.repeat_interleave(samples, dim=0), start(policy.zeros(batch * samples), p), 0.0)
+    if p.assign == "drift":  # one field per chunk step, as in Naive Drifting
+        generated = rearrange(y, "(b g) h d -> h b g d", g=samples)
+        return drifting.drifting_loss(generated, rearrange(a, "b h d -> h b 1 d"), temperatures=p.temperatures)
+    targets = repeat(a, "b h d -> (b g) h d", g=samples)
+    weights = m.repeat_interleave(samples, dim=0) if m.ndim else m
+    energy = rearrange(potential((y - targets) / t, weights), "(b g) h -> b g h", g=samples)
+    return (assignment(energy.mean(-1), p.assign).unsqueeze(-1) * energy).sum(dim=1)
+
+
+def assignment(energy: Tensor, assign: str) -> Tensor:
+    """Return weights (B, G), rows summing to one and without gradient, of samples with energies (B, G)."""
+    count = energy.shape[1]
+    if assign == "all" or count == 1:
+        return torch.full_like(energy, 1 / count, requires_grad=False)
+    others = RELAXED_SHARE if assign == "relaxed_wta" else 0.0
+    weights = torch.full_like(energy, others / (count - 1), requires_grad=False)
+    return weights.scatter_(1, energy.detach().argmin(dim=1, keepdim=True), 1 - others)
