@@ -29,7 +29,7 @@ class JsonLogger:
                 file.truncate(len(complete[0]) + len(complete[1]))
             records = read_json_log(self.path)
             self.last_log = records[-1] if records else None
-        self.file = open(self.path, "a", buffering=1)
+        self.file = open(self.path, "a", buffering=1)  # noqa: SIM115 (closed by stop)
 
     def stop(self) -> None:
         if self.file is not None:

@@ -40,7 +40,7 @@ def get_image_range_normalizer() -> SingleFieldLinearNormalizer:
 
 
 def get_identity_normalizer_from_stat(stat: dict) -> SingleFieldLinearNormalizer:
-    """y = x in every dimension."""
+    """Leave every dimension unchanged."""
     return SingleFieldLinearNormalizer.create_manual(np.ones_like(stat["min"]), np.zeros_like(stat["min"]), stat)
 
 

@@ -29,7 +29,7 @@ def dict_apply_reduce(x: list[dict], reduce_func: Callable[[list], torch.Tensor]
 
 
 def pad_remaining_dims(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """x (A, B), target (A, B, ...) -> x as (A, B, 1, ...), to broadcast against the target."""
+    """Reshape x (A, B) to (A, B, 1, ...), to broadcast against a target (A, B, ...)."""
     if x.shape != target.shape[: x.ndim]:
         raise ValueError(f"x has shape {tuple(x.shape)}, with which {tuple(target.shape)} does not start")
     return x.reshape(x.shape + (1,) * (target.ndim - x.ndim))

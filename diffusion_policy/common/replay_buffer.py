@@ -236,7 +236,7 @@ class ReplayBuffer:
 
     @property
     def episode_lengths(self) -> np.ndarray:
-        """(episodes,)"""
+        """(episodes,) int64: steps of each episode."""
         return np.diff(self.episode_ends, prepend=0)
 
     @property
@@ -281,7 +281,7 @@ class ReplayBuffer:
         return slice(int(ends[idx - 1]) if idx else 0, int(ends[idx]))
 
     def get_episode(self, idx: int, copy: bool = False) -> dict[str, np.ndarray]:
-        """{key: (length, ...)}"""
+        """{key: (length, ...)} of one episode."""
         steps = self.get_episode_slice(idx)
         return self.get_steps_slice(steps.start, steps.stop, copy=copy)
 

@@ -15,7 +15,7 @@ from diffusion_policy.policy.training_hooks import TrainingHooks
 
 
 class DiffusionBasePolicy(ModuleAttrMixin, TrainingHooks):
-    """DDPM over action sequences, all quantities normalised:
+    """DDPM over action sequences, all quantities normalised.
 
         x_k = sqrt(abar_k) x_0 + sqrt(1 - abar_k) eps,    L = mean |model(x_k, k, obs) - target|^2,
 
@@ -124,7 +124,7 @@ class DiffusionBasePolicy(ModuleAttrMixin, TrainingHooks):
         return torch.where(condition_mask, condition_data, trajectory)
 
     def sample(self, features: torch.Tensor) -> torch.Tensor:
-        """features (B, To, obs_dim) -> normalised trajectory (B, T, D); with in-painting, D = action_dim + obs_dim."""
+        """Features (B, To, obs_dim) -> normalised trajectory (B, T, D); with in-painting, D = action_dim + obs_dim."""
         n_step = self.n_action_steps if self.pred_action_steps_only else self.horizon
         width = self.action_dim + (self.obs_dim if self.inpainting else 0)
         data = torch.zeros(len(features), n_step, width, dtype=features.dtype, device=features.device)
@@ -132,7 +132,8 @@ class DiffusionBasePolicy(ModuleAttrMixin, TrainingHooks):
         if self.inpainting:
             data[:, : self.n_obs_steps, self.action_dim :] = features
             mask[:, : self.n_obs_steps, self.action_dim :] = True
-        return self.conditional_sample(data, mask, **self.condition(features), **self.kwargs)
+        conditions: dict[str, Any] = dict(self.condition(features))
+        return self.conditional_sample(data, mask, **conditions, **self.kwargs)
 
     @torch.no_grad()
     def predict_action(self, obs_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
-"""Make PushT demonstrations from policies: roll checkpoints out on new seeds and keep the successful episodes.
+r"""Make PushT demonstrations from policies: roll checkpoints out on new seeds and keep the successful episodes.
 
-    python -m diffusion_policy.scripts.collect_rollouts --checkpoint A.ckpt --checkpoint B.ckpt \\
+    python -m diffusion_policy.scripts.collect_rollouts --checkpoint A.ckpt --checkpoint B.ckpt \
         --episodes 200 --output data/demos/x.zarr
 
 The result is a replay buffer like the public human one (data/state, data/keypoint, data/action; meta/episode_ends). Its

@@ -124,7 +124,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     return log
 
 
-def load_policy(cfg: DictConfig, payload: dict[str, Any]) -> torch.nn.Module:
+def load_policy(cfg: DictConfig, payload: dict[str, Any]) -> Any:
     """The policy of a checkpoint, with the averaged weights if there are any."""
     register_resolvers()
     weights = payload["state_dicts"][acting_weights(payload)]
@@ -167,7 +167,7 @@ def make_runner(cfg: DictConfig, options: argparse.Namespace, output: pathlib.Pa
 
 
 @contextlib.contextmanager
-def counting(policy: torch.nn.Module) -> Iterator[dict[str, Any]]:
+def counting(policy: Any) -> Iterator[dict[str, Any]]:
     """Count calls of the network and of predict_action, and keep one observation for the latency measurement."""
     counter: dict[str, Any] = {"network": 0, "chunks": 0, "obs": None}
     predict = policy.predict_action
@@ -190,7 +190,7 @@ def counting(policy: torch.nn.Module) -> Iterator[dict[str, Any]]:
         del policy.predict_action
 
 
-def report(runner: Any, policy: torch.nn.Module, counter: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def report(runner: Any, policy: Any, counter: dict[str, Any], device: torch.device) -> dict[str, Any]:
     episodes = [episode for episode in runner.episodes if episode["split"] == "test"]
     lost = list(getattr(runner, "lost", ()))
     out = {"episodes": episodes, "n_episodes": len(episodes), "lost": lost, "device": str(device)}
@@ -204,7 +204,7 @@ def report(runner: Any, policy: torch.nn.Module, counter: dict[str, Any], device
 
 @torch.no_grad()
 def latency(
-    policy: torch.nn.Module, obs: dict[str, torch.Tensor], device: torch.device, calls: int = 100, seconds: float = 20.0
+    policy: Any, obs: dict[str, torch.Tensor], device: torch.device, calls: int = 100, seconds: float = 20.0
 ) -> dict[str, float]:
     """Percentiles of predict_action at batch 1, end to end, after a warm-up; fewer calls if they are slow."""
 

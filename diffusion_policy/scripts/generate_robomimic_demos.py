@@ -26,6 +26,7 @@ from diffusion_policy.env.robomimic.robosuite_task import RobosuiteTask
 from diffusion_policy.env.robomimic.scripted_experts import EXPERTS, env_args, make_expert
 from diffusion_policy.scripts.robomimic_abs_actions import convert
 
+_env: RobosuiteTask  # of a worker process
 CAMERAS = ("agentview", "robot0_eye_in_hand")
 LOWDIM = ("object", "robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos", "robot0_joint_pos", "robot0_joint_vel")
 SIZE = 84

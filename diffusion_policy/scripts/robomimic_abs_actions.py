@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import pathlib
 import shutil
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -28,6 +29,8 @@ from diffusion_policy.common.errors import DataError, UserError
 from diffusion_policy.env.robomimic.robosuite_task import RobosuiteTask
 from diffusion_policy.storage.hdf5_reader import read_demos
 
+_delta: RobosuiteTask  # of a worker process
+_absolute: RobosuiteTask
 SETTLE = 10  # steps that a replay may take after the last action, such as to finish a lift
 
 
@@ -103,13 +106,13 @@ def convert(
     return replay
 
 
-def workers_for(env_args: dict | None, count: int) -> concurrent.futures.ProcessPoolExecutor:
+def workers_for(env_args: Any, count: int) -> concurrent.futures.ProcessPoolExecutor:
     """Processes with one delta and one absolute environment each, built once."""
     # Not fork: the simulator uses threads.
     return concurrent.futures.ProcessPoolExecutor(count, multiprocessing.get_context("forkserver"), _start, (env_args,))
 
 
-def _start(env_args: dict) -> None:
+def _start(env_args: Any) -> None:
     global _delta, _absolute
     _delta, _absolute = RobosuiteTask(env_args), RobosuiteTask(env_args, abs_action=True)
 

@@ -82,6 +82,8 @@ def cached_frames(
     """Frames of `shape`, uint8, in `file`, which is written if it is missing or wrong.
 
     Args:
+        file: the .npy file.
+        shape: of all frames together, (M, ...).
         write: write(out) appends the bytes of all frames to an open file, which becomes `file` once it is complete.
         in_memory: returns the frames, for the case that no file can be written.
         check: whether the content of an existing file looks right.

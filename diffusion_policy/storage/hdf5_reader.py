@@ -53,12 +53,15 @@ def read_demos(
     progress: Progress | None = None,
     time_limit: float = TIME_LIMIT,
 ) -> Demos:
-    """Read the arrays `keys` (such as 'actions', 'obs/object') of every demonstration.
+    """Read arrays (such as 'actions', 'obs/object') of every demonstration.
 
     Args:
+        path: the hdf5 file.
+        keys: the arrays to read.
         frames: {key: (H, W, C)}, uint8 images to read as well.
         into: a file to append the images to, those of a step side by side, instead of returning them.
         progress: progress(done, total) is called while images are read.
+        time_limit: seconds without an answer or progress after which the child is killed.
 
     Raises:
         DataError: the file is damaged, or does not hold what is asked for.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from types import FrameType
@@ -22,10 +23,8 @@ class StopRequest:
         self.before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
-        try:
+        with contextlib.suppress(ValueError):  # signals can only be handled in the main thread
             self.before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:  # signals can only be handled in the main thread
-            pass
         return self
 
     def __exit__(self, *_: Any) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion_policy.storage import hdf5_child, hdf5_reader
 from diffusion_policy.common.errors import ConfigError, DataError, DataNotFoundError
-from diffusion_policy.storage.hdf5_reader import Hdf5Process, read_demos
 from diffusion_policy.dataset.robomimic_replay_lowdim_dataset import RobomimicReplayLowdimDataset
+from diffusion_policy.storage import hdf5_child, hdf5_reader
+from diffusion_policy.storage.hdf5_reader import Hdf5Process, read_demos
 from tests import golden
 
 KEYS = ("actions", "obs/object")

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from benchmarks.data import write_robomimic
-from diffusion_policy.storage import hdf5_reader
 from diffusion_policy.common.batch_stream import BatchStream
 from diffusion_policy.common.errors import ConfigError, DataError, DataNotFoundError
-from diffusion_policy.storage.hdf5_reader import Hdf5Process
 from diffusion_policy.common.pytorch_util import dict_apply
 from diffusion_policy.dataset import robomimic_replay_image_dataset as module
 from diffusion_policy.dataset.robomimic_replay_image_dataset import RobomimicReplayImageDataset
+from diffusion_policy.storage import hdf5_reader
+from diffusion_policy.storage.hdf5_reader import Hdf5Process
 from tests import golden
 from tests.util import load_config
 
