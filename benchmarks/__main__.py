@@ -32,7 +32,7 @@ def machine() -> dict:
     """The machine and the versions of a measurement."""
     import torch
 
-    from diffusion_policy.common.checkpoint_io import versions
+    from diffusion_policy.storage.checkpoint_io import versions
 
     info = pathlib.Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
@@ -62,7 +62,7 @@ def table(rows: list[dict]) -> str:
 
 def write(path: str | os.PathLike, rows: list[dict], about: dict) -> None:
     """Write {command, date, cpu, ..., rows} as JSON, atomically."""
-    from diffusion_policy.common.checkpoint_io import write_atomically
+    from diffusion_policy.storage.atomic import write_atomically
 
     text = json.dumps({**about, "rows": rows}, indent=2) + "\n"
     write_atomically(path, lambda file: file.write(text.encode()))

@@ -8,8 +8,8 @@ import tempfile
 from omegaconf import OmegaConf
 
 from benchmarks.common import TrainingStep, compose, interleaved, make_policy, ratio, row
-from diffusion_policy.common import checkpoint_io
 from diffusion_policy.common.config_util import config_names
+from diffusion_policy.storage import checkpoint_io
 from idp_workspace.workspace.train_distillation_workspace import teacher_config
 
 #: Large enough that the network, not the optimiser, is what costs.

@@ -38,11 +38,11 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from benchmarks.data import write_pusht
-from diffusion_policy.common import checkpoint_io
 from diffusion_policy.common.config_util import config_dir, register_configs, register_resolvers
 from diffusion_policy.common.errors import StorageError
 from diffusion_policy.common.json_logger import JsonLogger, read_json_log
-from diffusion_policy.workspace.train_workspace import TrainWorkspace
+from diffusion_policy.storage import atomic, checkpoint_io
+from diffusion_policy.workspace import train_workspace
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 #: Small networks and few steps, but every kind of state that must survive.
@@ -145,7 +145,7 @@ POINTS = {
     "before an old best one is removed": (os, "remove"),
     "while logging": (JsonLogger, "log"),
     "in a step": (torch.optim.AdamW, "step"),
-    "in an evaluation": (TrainWorkspace, "_action_error"),
+    "in an evaluation": (train_workspace, "action_error"),
 }
 
 
@@ -452,9 +452,7 @@ def main() -> None:
         "by_scenario": faults,
         "versions": checkpoint_io.versions(),
     }
-    checkpoint_io.write_atomically(
-        options.output, lambda file: file.write((json.dumps(result, indent=2) + "\n").encode())
-    )
+    atomic.write_atomically(options.output, lambda file: file.write((json.dumps(result, indent=2) + "\n").encode()))
     print(table(sums))
     print(f"{result['faults']} faults, {result['kills']} of them SIGKILL, in {runs} runs; lost: {len(lost)}")
     sys.exit("\n".join(lost) if lost else 0)

@@ -328,7 +328,7 @@ def main(arguments: list[str] | None = None) -> None:
     for finding in result["findings"][:20]:
         print(f"\n--reproduce {finding['target']} {finding['seed']} {finding['number']}: {finding['finding']}")
     if options.output:
-        from diffusion_policy.common.checkpoint_io import versions
+        from diffusion_policy.storage.checkpoint_io import versions
 
         path = pathlib.Path(options.output)
         path.parent.mkdir(parents=True, exist_ok=True)

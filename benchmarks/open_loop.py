@@ -14,9 +14,9 @@ import pathlib
 import torch
 from omegaconf import OmegaConf
 
-from diffusion_policy.common import checkpoint_io
 from diffusion_policy.common.config_util import build, register_resolvers
 from diffusion_policy.scripts.eval import load_policy
+from diffusion_policy.storage import atomic, checkpoint_io
 
 
 @torch.no_grad()
@@ -55,9 +55,7 @@ def main() -> None:
         "versions": checkpoint_io.versions(),
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint_io.write_atomically(
-        options.output, lambda file: file.write((json.dumps(result, indent=2) + "\n").encode())
-    )
+    atomic.write_atomically(options.output, lambda file: file.write((json.dumps(result, indent=2) + "\n").encode()))
     print(json.dumps(result["explained"]))
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.__main__ import machine
 from benchmarks.data import write_pusht
-from diffusion_policy.common.checkpoint_io import write_atomically
+from diffusion_policy.storage.atomic import write_atomically
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FULL_RUN = 300_000  # steps of the paper's protocol, to which growth is projected

@@ -30,11 +30,12 @@ import yaml
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from diffusion_policy.common import checkpoint_io
-from diffusion_policy.common.checkpoint_io import versions, write_atomically
 from diffusion_policy.common.config_util import get_class, register_resolvers
 from diffusion_policy.common.pytorch_util import dict_apply
 from diffusion_policy.scripts.eval import counting
+from diffusion_policy.storage import checkpoint_io
+from diffusion_policy.storage.atomic import write_atomically
+from diffusion_policy.storage.checkpoint_io import versions
 from diffusion_policy.workspace.base_workspace import BaseWorkspace
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

@@ -25,9 +25,9 @@ from torch import Tensor
 
 import idp_workspace.policy
 from benchmarks.__main__ import machine
-from diffusion_policy.common.checkpoint_io import write_atomically
 from diffusion_policy.model.common.normalizer import LinearNormalizer
 from diffusion_policy.model.mip.networks import ResidualMLP, StateEncoder
+from diffusion_policy.storage.atomic import write_atomically
 from idp_workspace.policy.base import GeneratorPolicy
 
 TOLERANCE = 0.1

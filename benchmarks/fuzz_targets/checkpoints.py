@@ -22,8 +22,8 @@ from benchmarks.fuzz_targets.mutate import (
     pickled_payload,
 )
 from benchmarks.fuzz_targets.small import small_config, workspace_of
-from diffusion_policy.common import checkpoint_io
 from diffusion_policy.common.errors import CheckpointError
+from diffusion_policy.storage import checkpoint_io
 
 
 def rebuilt(entries: dict[str, bytes], kind: int = zipfile.ZIP_STORED) -> bytes:

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.fuzz import Finding
 from benchmarks.fuzz_targets.mutate import Creates, FileTarget, mutate_bytes, pick
 from diffusion_policy.common.errors import DataError
-from diffusion_policy.common.hdf5_reader import Hdf5Process
+from diffusion_policy.storage.hdf5_reader import Hdf5Process
 
 KEYS = ("actions", "obs/object", "obs/robot0_eef_pos")
 SIZES = {"actions": 7, "obs/object": 10, "obs/robot0_eef_pos": 3}

@@ -1,4 +1,4 @@
-"""Batches for training: an endless stream whose position is one number."""
+"""Batches for training: an endless stream whose position is a single number."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from diffusion_policy.common.errors import ConfigError
@@ -14,10 +15,11 @@ from diffusion_policy.common.random_state import seed_everything
 
 
 class _ByBatch(Dataset):
-    """A dataset indexed by whole batches, (number, indices): one gather where the dataset can, sample by sample where it cannot.
+    """A dataset indexed by whole batches, (number, indices).
 
-    In a worker process the random numbers of a batch are a function of its number: a dataset that augments gives the same batch
-    to a run that was resumed, whichever worker makes it. In the run's own process they are the run's, which are saved.
+    It calls get_batch if the dataset has it, else it collates single samples. In a worker process the random numbers of
+    a batch depend on its number alone, so a dataset that augments gives a resumed run the same batches. In the main
+    process they are the run's random numbers, which checkpoints hold.
     """
 
     def __init__(self, dataset: Dataset, seed: int):
@@ -33,15 +35,15 @@ class _ByBatch(Dataset):
 
 
 class BatchStream:
-    """Shuffled passes over a dataset, one after the other, without end.
+    """Shuffled passes over a dataset, without end.
 
-    The order of pass p is a function of (seed, p) alone, so batch number n is known without having drawn the n - 1 before it:
-    a resumed run continues with exactly the batch it would have seen.
+    The order of pass p depends on (seed, p) alone, so batch n is known without drawing those before it: a resumed run
+    continues with exactly the batch it would have seen.
     """
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Any,
         batch_size: int,
         seed: int = 0,
         shuffle: bool = True,
@@ -62,8 +64,17 @@ class BatchStream:
         self.batches_per_pass = self.size // batch_size if drop_last else -(-self.size // batch_size)
         self.loader = loader
 
+    @classmethod
+    def from_config(cls, dataset: Any, loader: DictConfig, seed: int) -> BatchStream:
+        """A stream with the options of a config's section `dataloader` or `val_dataloader`."""
+        options: Any = OmegaConf.to_container(loader, resolve=True)
+        options["pin_memory"] = bool(options.get("pin_memory")) and torch.cuda.is_available()
+        if not options.get("num_workers"):
+            options.pop("persistent_workers", None)
+        return cls(dataset, seed=seed, **options)
+
     def indices(self, start: int) -> Iterator[torch.Tensor]:
-        """Index batches from number `start` on."""
+        """Dataset indices of the batches, from number `start` on."""
         number, offset = divmod(start, self.batches_per_pass)
         while True:
             if self.shuffle:
@@ -78,9 +89,9 @@ class BatchStream:
 
     def batches(self, start: int = 0) -> Iterator[Any]:
         """Batches from number `start` on."""
-        # As numpy arrays: tensors would be sent to worker processes as handles of shared memory.
+        # numpy arrays, because tensors would be sent to worker processes through shared memory.
         sampler = ((number, indices.numpy()) for number, indices in enumerate(self.indices(start), start))
-        # A generator of its own: an iterator of a DataLoader draws a seed, and must not draw it from the training's random numbers.
+        # A separate generator: the iterator draws a seed, which must not come from the training's random numbers.
         try:
             return iter(
                 DataLoader(self.source, batch_size=None, sampler=sampler, generator=torch.Generator(), **self.loader)
@@ -89,4 +100,5 @@ class BatchStream:
             raise ConfigError(f"dataloader: {error}") from error
 
     def batch(self, number: int) -> Any:
+        """Batch `number`, in this process."""
         return self.source[number, next(self.indices(number)).numpy()]

@@ -1,4 +1,6 @@
-"""Which checkpoints to keep."""
+"""Keeping the best checkpoints."""
+
+from __future__ import annotations
 
 import logging
 import math
@@ -10,19 +12,19 @@ logger = logging.getLogger(__name__)
 
 
 class TopKCheckpointManager:
-    """Names the checkpoint of an epoch if it is among the k best so far, and deletes those it displaces once that is safe.
+    """Names the checkpoint of an epoch if it is among the k best so far, and deletes those that are no longer.
 
-    Only files that it named itself are ever deleted, and only by `remove_displaced`, after the new checkpoint and the list that
-    no longer has the old one are on the disk. With `state_dict` in the checkpoint, a resumed run keeps its list.
+    It only deletes files that it named itself, in `remove_displaced`, once the new checkpoint and the new list are on
+    disk. Checkpoints hold its state_dict, so that a resumed run keeps the list.
     """
 
     def __init__(
         self,
-        save_dir,
+        save_dir: str | os.PathLike,
         monitor_key: str,
-        mode="min",
-        k=1,
-        format_str="epoch={epoch:03d}-train_loss={train_loss:.3f}.ckpt",
+        mode: str = "min",
+        k: int = 1,
+        format_str: str = "epoch={epoch:03d}-train_loss={train_loss:.3f}.ckpt",
     ):
         if mode not in ("min", "max") or k < 0:
             raise ConfigError(f"Checkpoints: mode is 'min' or 'max' and k at least 0, not mode={mode!r}, k={k}.")
@@ -31,21 +33,21 @@ class TopKCheckpointManager:
         self.mode = mode
         self.k = k
         self.format_str = format_str
-        self.path_value_map = {}
-        self.displaced = []
+        self.path_value_map: dict[str, float] = {}
+        self.displaced: list[str] = []
 
     def get_ckpt_path(self, data: dict) -> str | None:
-        """data: the epoch's metrics. Returns where to save its checkpoint, or None if it is not among the best.
+        """Where to save the checkpoint of an epoch with metrics `data`; None if it is not among the best.
 
-        What an earlier call displaced is removed now, for callers that do not say when they have saved.
+        Also removes what an earlier call displaced, for callers that never call remove_displaced.
         """
         self.remove_displaced()
         if self.k == 0:
             return None
         if self.monitor_key not in data:
-            # not an error: not every epoch that saves also evaluates
+            # Not an error: epochs that save need not evaluate.
             logger.warning(
-                "No best-k checkpoint this time: %r is not among the metrics (%s).",
+                "No best-k checkpoint for this epoch: %r is not among the metrics (%s).",
                 self.monitor_key,
                 ", ".join(map(str, data)),
             )
@@ -69,7 +71,7 @@ class TopKCheckpointManager:
         self.path_value_map[path] = value
         return path
 
-    def remove_displaced(self):
+    def remove_displaced(self) -> None:
         """Delete the files that are no longer among the best."""
         for path in self.displaced:
             if path not in self.path_value_map and os.path.exists(path):
@@ -77,17 +79,17 @@ class TopKCheckpointManager:
         self.displaced = []
 
     def state_dict(self) -> dict:
-        """Names relative to the folder, so that a run may be moved."""
+        """File names relative to the folder, so that a run folder may be moved."""
         return {
             "values": {os.path.basename(path): value for path, value in self.path_value_map.items()},
             "displaced": [os.path.basename(path) for path in self.displaced],
         }
 
-    def load_state_dict(self, state: dict):
-        """Names are taken as files of this folder, and those that are gone are forgotten."""
+    def load_state_dict(self, state: dict) -> None:
+        """Take over the files of this folder that still exist."""
         paths = {os.path.join(self.save_dir, os.path.basename(name)): value for name, value in state["values"].items()}
         self.path_value_map = {path: value for path, value in paths.items() if os.path.isfile(path)}
-        # A run that was killed after it wrote this list had not removed them yet.
+        # A run that was killed after it wrote this list has not removed them.
         self.displaced = [os.path.join(self.save_dir, os.path.basename(name)) for name in state.get("displaced", ())]
         self.remove_displaced()
 
@@ -95,5 +97,5 @@ class TopKCheckpointManager:
         return a > b if self.mode == "max" else a < b
 
     def _worst(self) -> str:
-        by_value = sorted(self.path_value_map, key=self.path_value_map.get)
+        by_value = sorted(self.path_value_map, key=self.path_value_map.__getitem__)
         return by_value[0] if self.mode == "max" else by_value[-1]

@@ -1,7 +1,11 @@
-"""Normalisers made from statistics {min, max, mean, std: (D,)} instead of from the data.
+"""Normalisers from statistics {min, max, mean, std: (D,)} instead of from the data.
 
-Inside, a part of an action is a triple (scale (D,), offset (D,), statistics), and a normaliser is its parts side by side.
+Internally, a part of an action is a triple (scale (D,), offset (D,), statistics), and a normaliser concatenates parts.
 """
+
+from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
@@ -19,14 +23,14 @@ def array_to_stats(arr: np.ndarray) -> dict:
 
 
 def get_range_normalizer_from_stat(
-    stat: dict, output_max=1, output_min=-1, range_eps=1e-7
+    stat: dict, output_max: float = 1, output_min: float = -1, range_eps: float = 1e-7
 ) -> SingleFieldLinearNormalizer:
-    """[min, max] of each dimension to [output_min, output_max]; a constant dimension to the middle, with scale 1."""
+    """Map [min, max] of each dimension to [output_min, output_max]; constant dimensions to the middle, with scale 1."""
     return SingleFieldLinearNormalizer.create_manual(*_range_part(stat, output_max, output_min, range_eps))
 
 
 def get_image_range_normalizer() -> SingleFieldLinearNormalizer:
-    """[0, 1] to [-1, 1], for images of any size; the statistics are those of uniformly distributed pixels."""
+    """Map [0, 1] to [-1, 1], for images of any size, with the statistics of uniformly distributed pixels."""
     stat = {"min": 0, "max": 1, "mean": 0.5, "std": np.sqrt(1 / 12)}
     return SingleFieldLinearNormalizer.create_manual(
         np.array([2], dtype=np.float32),
@@ -36,21 +40,22 @@ def get_image_range_normalizer() -> SingleFieldLinearNormalizer:
 
 
 def get_identity_normalizer_from_stat(stat: dict) -> SingleFieldLinearNormalizer:
-    """y = x in every dimension."""
+    """Leave every dimension unchanged."""
     return SingleFieldLinearNormalizer.create_manual(np.ones_like(stat["min"]), np.zeros_like(stat["min"]), stat)
 
 
 def get_max_abs_normalizer_from_stat(stat: dict) -> SingleFieldLinearNormalizer:
-    """All dimensions divided by the largest magnitude in any of them."""
+    """Divide all dimensions by their largest magnitude."""
     largest = max(np.max(stat["max"]), -np.min(stat["min"]))
     scale = np.full_like(stat["max"], 1 / largest if largest > 0 else 1)
     return SingleFieldLinearNormalizer.create_manual(scale, np.zeros_like(scale), stat)
 
 
-def robomimic_abs_action_normalizer_from_stat(stat: dict, rotation_transformer) -> SingleFieldLinearNormalizer:
-    """Absolute actions (position 3, rotation 3, gripper) whose rotation `rotation_transformer` turns into its 6D form.
+def robomimic_abs_action_normalizer_from_stat(stat: dict, rotation_transformer: Any) -> SingleFieldLinearNormalizer:
+    """For absolute actions (position 3, rotation 3, gripper) whose rotation `rotation_transformer` makes 6D.
 
-    `stat` is of the actions before that; the result is for (position 3, rotation 6, gripper), the rotation untouched.
+    `stat` describes the actions before that. The result is for (position 3, rotation 6, gripper) and leaves the
+    rotation unchanged.
     """
     rotation = rotation_transformer.forward(stat["mean"][3:6])
     return _join(
@@ -59,12 +64,12 @@ def robomimic_abs_action_normalizer_from_stat(stat: dict, rotation_transformer) 
 
 
 def robomimic_abs_action_only_normalizer_from_stat(stat: dict) -> SingleFieldLinearNormalizer:
-    """Actions (position 3, rest): the position by range, the rest untouched."""
+    """For actions (position 3, rest): the position by range, the rest unchanged."""
     return _join(*_arm_parts(stat))
 
 
 def robomimic_abs_action_only_dual_arm_normalizer_from_stat(stat: dict) -> SingleFieldLinearNormalizer:
-    """The same for two arms, one in each half of the action."""
+    """As robomimic_abs_action_only_normalizer_from_stat, for two arms, each one half of the action."""
     half = len(stat["max"]) // 2
     return _join(*_arm_parts(_take(stat, slice(0, half))), *_arm_parts(_take(stat, slice(half, None))))
 
@@ -73,7 +78,7 @@ def _take(stat: dict, dims: slice) -> dict:
     return {key: value[dims] for key, value in stat.items()}
 
 
-def _range_part(stat: dict, output_max=1, output_min=-1, range_eps=1e-7) -> tuple:
+def _range_part(stat: dict, output_max: float = 1, output_min: float = -1, range_eps: float = 1e-7) -> tuple:
     input_range = stat["max"] - stat["min"]
     flat = input_range < range_eps
     scale = np.where(flat, 1, (output_max - output_min) / np.where(flat, 1, input_range))
@@ -82,7 +87,7 @@ def _range_part(stat: dict, output_max=1, output_min=-1, range_eps=1e-7) -> tupl
 
 
 def _identity_part(like: np.ndarray) -> tuple:
-    """The entries of a rotation matrix lie in [-1, 1] already: that, not the data, is taken for their range."""
+    """No change: the entries of a rotation matrix lie in [-1, 1] already, which is recorded as their range."""
     one, zero = np.ones_like(like), np.zeros_like(like)
     return one, zero, {"min": -one, "max": one, "mean": zero, "std": one}
 
@@ -92,7 +97,7 @@ def _arm_parts(stat: dict) -> tuple:
 
 
 def _join(*parts: tuple) -> SingleFieldLinearNormalizer:
-    scales, offsets, stats = zip(*parts)
+    scales, offsets, stats = zip(*parts, strict=True)
     return SingleFieldLinearNormalizer.create_manual(
         np.concatenate(scales),
         np.concatenate(offsets),

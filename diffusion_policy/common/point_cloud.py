@@ -1,4 +1,4 @@
-"""Depth pictures into point clouds of a fixed size: back-projection, crop, farthest-point sampling."""
+"""Depth images to point clouds of a fixed size: back-projection, crop, farthest-point sampling."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 
 from diffusion_policy.common.errors import ConfigError, DataError
 
-BUCKET_HEIGHT = 5  # of fpsample's tree; the fastest of 3..9 for some thousand points
+BUCKET_HEIGHT = 5  # of fpsample's tree; the fastest of 3 to 9 for a few thousand points
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """How a camera's depth becomes a point cloud: p = rotation @ p_camera + offset, kept where low < p < high.
+    """From a camera's depth to a point cloud: p = rotation @ p_camera + offset, kept where low < p < high.
 
     p_camera is in metres, x to the right, y down, z forward.
     """
@@ -25,7 +25,7 @@ class View:
 
 
 def back_project(depth: np.ndarray, fovy: float) -> np.ndarray:
-    """depth (H, W) in metres, of a camera with `fovy` degrees of vertical view -> points (H * W, 3) in its frame.
+    """Depth (H, W) in metres, of a camera with a vertical view of `fovy` degrees -> points (H * W, 3) in its frame.
 
     z = depth,    x = (u - W / 2) z / f,    y = (v - H / 2) z / f,    f = H / (2 tan(fovy / 2))
     """
@@ -33,8 +33,8 @@ def back_project(depth: np.ndarray, fovy: float) -> np.ndarray:
     if not np.isfinite(depth).all() or depth.min() <= 0:
         bad = int((~np.isfinite(depth) | (depth <= 0)).sum())
         raise DataError(
-            f"the depth picture has {bad} of {depth.size} pixels that are not finite or not in front of the camera: the renderer is "
-            "broken (try another MUJOCO_GL), or two of them are at work in one process."
+            f"the depth image has {bad} of {depth.size} pixels that are not finite or not in front of the camera: the "
+            "renderer is broken (try another MUJOCO_GL), or two renderers are active in one process."
         )
     focal = height / (2 * np.tan(np.radians(fovy) / 2))
     z = depth.astype(np.float32)
@@ -44,7 +44,7 @@ def back_project(depth: np.ndarray, fovy: float) -> np.ndarray:
 
 
 def points_in_view(depth: np.ndarray, fovy: float, view: View) -> tuple[np.ndarray, np.ndarray]:
-    """depth (H, W) -> the points (N, 3) inside the crop, and the numbers (N,) of their pixels."""
+    """Depth (H, W) -> the points (N, 3) inside the crop, and the indices (N,) of their pixels."""
     points = back_project(depth, fovy) @ view.rotation.T.astype(np.float32) + view.offset.astype(np.float32)
     inside = np.ones(len(points), dtype=bool)
     for axis in range(3):  # column by column: four times faster than comparing rows
@@ -55,14 +55,14 @@ def points_in_view(depth: np.ndarray, fovy: float, view: View) -> tuple[np.ndarr
 
 
 def farthest_points(points: np.ndarray, count: int) -> np.ndarray:
-    """Numbers (count,) of points (N, 3), each the farthest from those before it, so that the first k are a sample of k points.
+    """Indices (count,) into points (N, 3), each the farthest from those before it; the first k are a sample of k.
 
-    With fewer than `count` points they are repeated, which a max-pool over points does not notice. The first one is the same for the same
-    points.
+    Fewer than `count` points are repeated, which does not change a max-pool over points. The start is deterministic.
     """
     if len(points) == 0:
         raise DataError(
-            "the crop holds no point: the camera does not see the workspace. Is it the right task, and are depths in metres?"
+            "the crop holds no point: the camera does not see the workspace. Is it the right task, and are depths in "
+            "metres?"
         )
     if count < 1:
         raise ConfigError(f"a point cloud needs at least one point, not {count}")

@@ -1,9 +1,10 @@
-"""Random numbers: seeding, saving, and keeping evaluation from disturbing training."""
+"""Random numbers: seeding, saving, and isolating evaluation from training."""
 
 from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,17 +12,18 @@ import torch
 
 
 def seed_everything(seed: int) -> None:
+    """Seed torch, numpy and random."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
 class RandomState:
-    """The global generators of torch, numpy and random as an object with a state_dict of plain data."""
+    """The global generators of torch, numpy and random, with a state_dict of plain data."""
 
     @staticmethod
     def capture() -> tuple:
-        """Their state as it is, for `restore`; cheap enough for every training step."""
+        """Their state, for `restore`; cheap enough for every training step."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         return torch.get_rng_state(), cuda, np.random.get_state(), random.getstate()
 
@@ -57,8 +59,8 @@ class RandomState:
 
 
 @contextlib.contextmanager
-def isolated_random_state(seed: int):
-    """Seed everything inside, restore everything after: how often a run is evaluated does not change what it learns."""
+def isolated_random_state(seed: int) -> Iterator[None]:
+    """Seed all generators inside the context and restore them after it, so that evaluating does not change training."""
     state = RandomState.capture()
     seed_everything(seed)
     try:

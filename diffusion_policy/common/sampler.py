@@ -1,4 +1,9 @@
-"""Windows of consecutive steps that never leave their episode; past its ends they repeat its first or last step."""
+"""Windows of consecutive steps of one episode; beyond its ends they repeat its first or last step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,11 +18,11 @@ def create_indices(
     pad_after: int = 0,
     debug: bool = True,
 ) -> np.ndarray:
-    """Every window of the episodes in `episode_mask` (episodes,), as int64 (N, 4); (0, 4) when none fits.
+    """All windows of the episodes in `episode_mask` (episodes,), as int64 (N, 4); (0, 4) if none fits.
 
-    A row is buffer_start, buffer_end (the steps to read), sample_start, sample_end (where they go in the window). An episode of
-    length n has windows that start at -pad_before .. n - sequence_length + pad_after, the pads cut to [0, sequence_length - 1].
-    `debug` is accepted for compatibility; there is nothing to switch.
+    A row is buffer_start, buffer_end (the steps to read), sample_start, sample_end (their place in the window). An
+    episode of length n has windows that start at -pad_before to n - sequence_length + pad_after, with the pads clipped
+    to [0, sequence_length - 1]. `debug` is accepted for compatibility and ignored.
     """
     pad_before, pad_after = np.clip([pad_before, pad_after], 0, sequence_length - 1)
     ends = np.asarray(episode_ends, dtype=np.int64)
@@ -25,8 +30,8 @@ def create_indices(
     begins, lengths = begins[episode_mask], (ends - begins)[episode_mask]
 
     counts = np.maximum(lengths - sequence_length + pad_after + pad_before + 1, 0)
-    begins, lengths = np.repeat(begins, counts), np.repeat(lengths, counts)  # (N,): of each window's episode
-    first = np.repeat(np.cumsum(counts) - counts, counts)  # the number of its episode's first window
+    begins, lengths = np.repeat(begins, counts), np.repeat(lengths, counts)  # (N,): those of each window's episode
+    first = np.repeat(np.cumsum(counts) - counts, counts)  # index of its episode's first window
     start = np.arange(counts.sum()) - first - pad_before  # relative to its episode
     inside_start, inside_end = np.maximum(start, 0), np.minimum(start + sequence_length, lengths)
     return np.stack(
@@ -35,7 +40,7 @@ def create_indices(
 
 
 def get_val_mask(n_episodes: int, val_ratio: float, seed: int = 0) -> np.ndarray:
-    """(n_episodes,) bool, True for validation: at least one episode if val_ratio > 0, and never all of them."""
+    """(n_episodes,) bool, True for validation: at least one episode if val_ratio > 0, but never all."""
     mask = np.zeros(n_episodes, dtype=bool)
     if val_ratio > 0:
         n_val = min(max(1, round(n_episodes * val_ratio)), n_episodes - 1)
@@ -54,19 +59,19 @@ def downsample_mask(mask: np.ndarray, max_n: int | None, seed: int = 0) -> np.nd
 
 
 class SequenceSampler:
-    """The windows of a replay buffer, one at a time by `sample_sequence` or as a table of buffer rows by `index_table`."""
+    """The windows of a replay buffer: one by `sample_sequence`, all as a table of buffer rows by `index_table`."""
 
     def __init__(
         self,
-        replay_buffer,
+        replay_buffer: Any,
         sequence_length: int,
         pad_before: int = 0,
         pad_after: int = 0,
-        keys=None,
-        key_first_k: dict | None = None,
+        keys: Sequence[str] | None = None,
+        key_first_k: dict[str, int] | None = None,
         episode_mask: np.ndarray | None = None,
     ):
-        """keys: the arrays to read, all if None. key_first_k: of these keys only that many steps of a window are read."""
+        """keys: the arrays to read, all if None. key_first_k: {key: number of steps of a window to read}."""
         if sequence_length < 1:
             raise ConfigError(f"A window needs at least one step: sequence_length is {sequence_length}.")
         episode_ends = replay_buffer.episode_ends[:]
@@ -83,11 +88,11 @@ class SequenceSampler:
 
     @property
     def index_table(self) -> np.ndarray:
-        """(N, sequence_length) int64: the buffer row of each step of each window, so that array[table[i]] is a batch."""
+        """(N, sequence_length) int64, the buffer row of each step of each window: array[table[i]] is window i."""
         return self._rows(self.indices)
 
-    def sample_sequence(self, idx: int) -> dict:
-        """{key: (sequence_length, ...)} of one window; steps not read by `key_first_k` are NaN, or 0 in integer arrays."""
+    def sample_sequence(self, idx: int) -> dict[str, np.ndarray]:
+        """{key: (sequence_length, ...)}; steps that key_first_k leaves out are NaN, or 0 in integer arrays."""
         start, stop = self.indices[idx, :2]
         rows = self._rows(self.indices[idx]) - start
         result = {}

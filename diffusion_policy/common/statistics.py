@@ -1,4 +1,4 @@
-"""How sure a mean over episodes is."""
+"""Confidence intervals of mean scores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 def mean_interval(scores: np.ndarray, draws: int = 10_000) -> list[float]:
     """95 % interval [low, high] of the mean of scores (N,).
 
-    Wilson's interval for successes and failures, which stays honest at 0 % and 100 %; a bootstrap over episodes otherwise.
+    Wilson's interval for successes and failures, which is valid at 0 % and 100 %; else a bootstrap over episodes.
     """
     scores = np.asarray(scores, dtype=float)
     n, mean = len(scores), float(np.mean(scores))

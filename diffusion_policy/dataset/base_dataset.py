@@ -12,12 +12,12 @@ from einops import rearrange
 from torch.utils.data import Dataset
 
 from diffusion_policy.common.errors import ConfigError, DataError
-from diffusion_policy.common.frame_cache import FileFrames, MemoryFrames
 from diffusion_policy.common.normalize_util import get_image_range_normalizer
 from diffusion_policy.common.pytorch_util import dict_apply
 from diffusion_policy.common.replay_buffer import ReplayBuffer
 from diffusion_policy.common.sampler import SequenceSampler, downsample_mask, get_val_mask
 from diffusion_policy.model.common.normalizer import LinearNormalizer
+from diffusion_policy.storage.frame_cache import FileFrames, MemoryFrames
 
 
 class _BaseDataset(Dataset):

@@ -10,10 +10,10 @@ import torch
 from tqdm import tqdm
 
 from diffusion_policy.common.errors import DataError
-from diffusion_policy.common.frame_cache import FileFrames, MemoryFrames, cached_frames
 from diffusion_policy.common.replay_buffer import ReplayBuffer, read_array
 from diffusion_policy.dataset.base_dataset import ImageWindowedDataset, check_steps
 from diffusion_policy.dataset.pusht_dataset import ACTION_DIM, STATE_DIM, require_pusht
+from diffusion_policy.storage.frame_cache import FileFrames, MemoryFrames, cached_frames
 
 SIZE = 96
 

@@ -12,8 +12,6 @@ import torch
 from tqdm import tqdm
 
 from diffusion_policy.common.errors import ConfigError, DataError
-from diffusion_policy.common.frame_cache import FileFrames, MemoryFrames, cached_frames
-from diffusion_policy.common.hdf5_reader import read_demos
 from diffusion_policy.common.normalize_util import (
     array_to_stats,
     get_identity_normalizer_from_stat,
@@ -25,6 +23,8 @@ from diffusion_policy.dataset.base_dataset import ImageWindowedDataset, check_st
 from diffusion_policy.dataset.robomimic_replay_lowdim_dataset import action_normalizer, check_vectors, convert_actions
 from diffusion_policy.model.common.normalizer import LinearNormalizer
 from diffusion_policy.model.common.rotation_transformer import RotationTransformer
+from diffusion_policy.storage.frame_cache import FileFrames, MemoryFrames, cached_frames
+from diffusion_policy.storage.hdf5_reader import read_demos
 
 
 class RobomimicReplayImageDataset(ImageWindowedDataset):

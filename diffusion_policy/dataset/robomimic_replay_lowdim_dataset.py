@@ -9,7 +9,6 @@ import torch
 
 from diffusion_policy.common.arm_actions import ARM_DIM, encode_rotations
 from diffusion_policy.common.errors import ConfigError, DataError
-from diffusion_policy.common.hdf5_reader import Demos, read_demos
 from diffusion_policy.common.normalize_util import (
     array_to_stats,
     get_identity_normalizer_from_stat,
@@ -21,6 +20,7 @@ from diffusion_policy.common.replay_buffer import ReplayBuffer
 from diffusion_policy.dataset.base_dataset import BaseLowdimDataset, WindowedDataset, check_steps
 from diffusion_policy.model.common.normalizer import LinearNormalizer, SingleFieldLinearNormalizer
 from diffusion_policy.model.common.rotation_transformer import RotationTransformer
+from diffusion_policy.storage.hdf5_reader import Demos, read_demos
 
 
 class RobomimicReplayLowdimDataset(WindowedDataset, BaseLowdimDataset):

@@ -8,11 +8,11 @@ import numpy as np
 
 from diffusion_policy.common.arm_actions import ARM_DIM, decode_rotations
 from diffusion_policy.common.errors import ConfigError, DataError
-from diffusion_policy.common.hdf5_reader import read_demos
 from diffusion_policy.env.robomimic.robosuite_task import RobosuiteTask, check_env_args, import_robosuite
 from diffusion_policy.env.robomimic.starts import recorded_start  # type: ignore[attr-defined]  # a folder has its name
 from diffusion_policy.env_runner.rollout import RolloutRunner
 from diffusion_policy.model.common.rotation_transformer import RotationTransformer
+from diffusion_policy.storage.hdf5_reader import read_demos
 
 ROTATION_6D_DIM = 10  # numbers of an arm's action with rotation_6d
 

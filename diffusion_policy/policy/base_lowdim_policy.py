@@ -1,20 +1,25 @@
-"""What every low-dimensional policy offers."""
+"""The interface of low-dimensional policies."""
 
 import torch
 
 from diffusion_policy.model.common.module_attr_mixin import ModuleAttrMixin
 from diffusion_policy.model.common.normalizer import LinearNormalizer
+from diffusion_policy.policy.training_hooks import TrainingHooks
 
 
-class BaseLowdimPolicy(ModuleAttrMixin):
-    """B: batch, T: horizon, To: observation steps, Ta: executed steps, Do, Da: widths. Inputs and outputs are not normalised."""
+class BaseLowdimPolicy(ModuleAttrMixin, TrainingHooks):
+    """A policy in the units of the dataset; normalisation is internal.
+
+    B: batch, T: horizon, To: observation steps, Ta: executed steps, Do, Da: widths of observation and action.
+    """
 
     def predict_action(self, obs_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """{'obs': (B, To, Do)} -> {'action': (B, Ta, Da), 'action_pred': (B, T, Da)}."""
         raise NotImplementedError
 
-    def reset(self):
-        """Forget what is kept from one prediction to the next; a policy without memory has nothing to do."""
+    def reset(self) -> None:
+        """Clear the state kept between predictions; policies without state do nothing."""
 
-    def set_normalizer(self, normalizer: LinearNormalizer):
+    def set_normalizer(self, normalizer: LinearNormalizer) -> None:
+        """Copy the normaliser of the dataset; called once before training."""
         raise NotImplementedError

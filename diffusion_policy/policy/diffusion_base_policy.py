@@ -1,4 +1,4 @@
-"""Training and sampling of a diffusion policy, whatever its network and whatever it observes."""
+"""Training and sampling of a diffusion policy, for any network and any observation."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,23 +11,25 @@ from diffusion_policy.common.errors import ConfigError
 from diffusion_policy.model.common.module_attr_mixin import ModuleAttrMixin
 from diffusion_policy.model.common.normalizer import LinearNormalizer
 from diffusion_policy.model.diffusion.mask_generator import LowdimMaskGenerator
+from diffusion_policy.policy.training_hooks import TrainingHooks
 
 
-class DiffusionBasePolicy(ModuleAttrMixin):
-    """DDPM over action sequences, all quantities normalised:
+class DiffusionBasePolicy(ModuleAttrMixin, TrainingHooks):
+    """DDPM over action sequences, all quantities normalised.
 
         x_k = sqrt(abar_k) x_0 + sqrt(1 - abar_k) eps,    L = mean |model(x_k, k, obs) - target|^2,
 
-    target being eps or x_0 as the scheduler's prediction_type says. A subclass says in `encode` what a step's observation is, a
-    vector of `obs_dim` numbers, and in `condition` how it reaches the network. Where it does not (`inpainting`), x = [action | obs]
-    and the observed entries are given: they replace the noisy ones in every call and count as zeros in the mean. `action_start` is
-    the index of the first executed action. Keyword arguments that are not known here go to `noise_scheduler.step`.
+    where the target is eps or x_0, by the scheduler's prediction_type. A subclass defines in `encode` how an
+    observation becomes a vector of `obs_dim` numbers per step, and in `condition` how the vectors reach the network.
+    With `inpainting` they are part of the trajectory instead: x = [action | obs], and the observed entries replace the
+    noisy ones in every call and count as zeros in the mean. `action_start` is the index of the first executed action.
+    Unknown keyword arguments go to `noise_scheduler.step`.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        noise_scheduler,
+        noise_scheduler: Any,
         horizon: int,
         obs_dim: int,
         action_dim: int,
@@ -38,7 +40,7 @@ class DiffusionBasePolicy(ModuleAttrMixin):
         pred_action_steps_only: bool,
         action_start: int,
         obs_encoder: nn.Module | None = None,
-        **kwargs,
+        **kwargs: Any,
     ):
         super().__init__()
         if action_start + n_action_steps > horizon:
@@ -47,7 +49,7 @@ class DiffusionBasePolicy(ModuleAttrMixin):
                 f"which has only horizon = {horizon} steps."
             )
         if obs_encoder is not None:
-            self.obs_encoder = obs_encoder  # before the network: the order of the state dict is that of the checkpoints
+            self.obs_encoder = obs_encoder  # before the network: checkpoints have this order
         self.model = model
         self.noise_scheduler = noise_scheduler
         self.mask_generator = LowdimMaskGenerator(
@@ -67,19 +69,28 @@ class DiffusionBasePolicy(ModuleAttrMixin):
             num_inference_steps = noise_scheduler.config.num_train_timesteps
         self.num_inference_steps = num_inference_steps
 
+    @property
+    def nfe(self) -> int:
+        """Network calls per action chunk, one per denoising step."""
+        return self.num_inference_steps
+
+    @nfe.setter
+    def nfe(self, steps: int) -> None:
+        self.num_inference_steps = steps
+
     def obs_shapes(self) -> dict[str, tuple[int, ...]]:
-        """What an observation holds at each step, by key."""
+        """Shape of each entry of an observation at one step."""
         raise NotImplementedError
 
     def encode(self, obs: Any, n_step: int) -> torch.Tensor:
-        """The first `n_step` steps of an observation (B, >=n_step, ...), in the units of the dataset -> (B, n_step, obs_dim)."""
+        """Observation (B, >=n_step, ...), in the dataset's units -> its first steps, encoded: (B, n_step, obs_dim)."""
         raise NotImplementedError
 
     def condition(self, features: torch.Tensor) -> dict[str, torch.Tensor]:
         """features: (B, To, obs_dim), encoded observations -> keyword arguments for the network."""
         raise NotImplementedError
 
-    def set_normalizer(self, normalizer: LinearNormalizer):
+    def set_normalizer(self, normalizer: LinearNormalizer) -> None:
         self.normalizer.load_state_dict(normalizer.state_dict())
 
     # ========= inference =========
@@ -92,11 +103,11 @@ class DiffusionBasePolicy(ModuleAttrMixin):
         local_cond: torch.Tensor | None = None,
         global_cond: torch.Tensor | None = None,
         generator: torch.Generator | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> torch.Tensor:
-        """Denoise from N(0, I) with the entries of `condition_mask` held at `condition_data`, both (B, T, D) -> (B, T, D).
+        """Denoise from N(0, I) with the entries of `condition_mask` fixed to `condition_data`, both (B, T, D).
 
-        Draws one normal (B, T, D), then what the scheduler draws; `kwargs` go to `noise_scheduler.step`.
+        Draws one normal (B, T, D), then the scheduler's noise; `kwargs` go to `noise_scheduler.step`.
         """
         conditions = {"cond": cond, "local_cond": local_cond, "global_cond": global_cond}
         conditions = {name: value for name, value in conditions.items() if value is not None}
@@ -113,7 +124,7 @@ class DiffusionBasePolicy(ModuleAttrMixin):
         return torch.where(condition_mask, condition_data, trajectory)
 
     def sample(self, features: torch.Tensor) -> torch.Tensor:
-        """features: (B, To, obs_dim) -> a trajectory (B, T, D), normalised; D has the observation behind the action if it is in-painted."""
+        """Features (B, To, obs_dim) -> normalised trajectory (B, T, D); with in-painting, D = action_dim + obs_dim."""
         n_step = self.n_action_steps if self.pred_action_steps_only else self.horizon
         width = self.action_dim + (self.obs_dim if self.inpainting else 0)
         data = torch.zeros(len(features), n_step, width, dtype=features.dtype, device=features.device)
@@ -121,18 +132,19 @@ class DiffusionBasePolicy(ModuleAttrMixin):
         if self.inpainting:
             data[:, : self.n_obs_steps, self.action_dim :] = features
             mask[:, : self.n_obs_steps, self.action_dim :] = True
-        return self.conditional_sample(data, mask, **self.condition(features), **self.kwargs)
+        conditions: dict[str, Any] = dict(self.condition(features))
+        return self.conditional_sample(data, mask, **conditions, **self.kwargs)
 
     @torch.no_grad()
     def predict_action(self, obs_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """{key: (B, >=To, ...)} -> {'action': (B, Ta, Da), 'action_pred': (B, T, Da)}, and what `predicted_obs` adds."""
+        """{key: (B, >=To, ...)} -> {'action': (B, Ta, Da), 'action_pred': (B, T, Da)}, with `predicted_obs`."""
         self.check_obs(obs_dict)
         sample = self.sample(self.encode(self.observation_of(obs_dict), self.n_obs_steps))
         action_pred = self.normalizer["action"].unnormalize(sample[..., : self.action_dim])
         if not bool(torch.isfinite(action_pred).all()):
             raise ConfigError(
-                "The predicted actions are not finite: either the observation holds numbers far beyond those of the dataset, or the "
-                "weights are broken and an earlier checkpoint is needed."
+                "The predicted actions are not finite: either the observation holds numbers far beyond those of the "
+                "dataset, or the weights are broken and an earlier checkpoint is needed."
             )
         action = action_pred if self.pred_action_steps_only else action_pred[:, self.executed]
         return {"action": action, "action_pred": action_pred, **self.predicted_obs(sample)}
@@ -143,14 +155,14 @@ class DiffusionBasePolicy(ModuleAttrMixin):
         return slice(self.action_start, self.action_start + self.n_action_steps)
 
     def observation_of(self, obs_dict: dict[str, torch.Tensor]) -> Any:
-        """What `encode` takes, out of what `predict_action` is given."""
+        """The argument of `encode`, from that of `predict_action`."""
         return obs_dict
 
     def predicted_obs(self, sample: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What else than actions a trajectory (B, T, D) tells."""
+        """Further predictions in a trajectory (B, T, D), beside the actions."""
         return {}
 
-    def check_obs(self, obs_dict: dict[str, torch.Tensor]):
+    def check_obs(self, obs_dict: dict[str, torch.Tensor]) -> None:
         """Raise ConfigError unless every entry is a tensor (B, >=To, *shape) of one batch size."""
         shapes = self.obs_shapes()
         names = f"key{'s' * (len(shapes) > 1)} " + ", ".join(f"'{key}'" for key in shapes)
@@ -189,9 +201,9 @@ class DiffusionBasePolicy(ModuleAttrMixin):
     # ========= training =========
 
     def compute_loss(self, batch: dict[str, Any]) -> torch.Tensor:
-        """{'obs': observation (B, >=To, ...), 'action': (B, T, Da)} -> scalar; to be in-painted, T steps must be observed.
+        """{'obs': observation (B, >=To, ...), 'action': (B, T, Da)} -> scalar; in-painting needs T observed steps.
 
-        Draws what the encoder draws (crops), then a normal of the trajectory's shape, then (B,) diffusion steps.
+        Draws the encoder's random numbers (crops), a normal of the trajectory's shape, and (B,) diffusion steps.
         """
         if "valid_mask" in batch:
             raise ConfigError("This policy cannot use 'valid_mask'.")
@@ -200,7 +212,7 @@ class DiffusionBasePolicy(ModuleAttrMixin):
             trajectory = trajectory[:, self.executed]
         features = self.encode(batch["obs"], trajectory.shape[1] if self.inpainting else self.n_obs_steps)
         if self.inpainting:
-            # Detached: a target that the encoder could move, it would move to where it is easy.
+            # Detached: the encoder would otherwise learn features that are easy to predict.
             trajectory = torch.cat([trajectory, features.detach()], dim=-1)
         mask = self.mask_generator(trajectory.shape)
 

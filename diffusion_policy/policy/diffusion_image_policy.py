@@ -1,4 +1,4 @@
-"""A diffusion policy on images and numbers, whatever its network."""
+"""Diffusion policy on images and vectors, for any network."""
 
 from collections.abc import Mapping
 
@@ -11,10 +11,10 @@ from diffusion_policy.policy.diffusion_base_policy import DiffusionBasePolicy
 
 
 class DiffusionImagePolicy(DiffusionBasePolicy, BaseImagePolicy):
-    """The observation is {key: (B, T, *shape)} as shape_meta says, images in bytes or in [0, 1]; each step is encoded for itself.
+    """The observation is {key: (B, T, *shape)} by shape_meta, images as uint8 or in [0, 1]; each step is encoded alone.
 
-    The first executed action belongs to the last observation. Where the observation is in-painted, its features are targets and the
-    encoder gets no gradient: it stays as it was made, unless its weights come from elsewhere.
+    The first executed action belongs to the last observation. With in-painting the features are targets and the encoder
+    gets no gradient: it keeps its initial weights.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class DiffusionImagePolicy(DiffusionBasePolicy, BaseImagePolicy):
             value = obs[key][:, :n_step]
             if value.shape[1] < n_step:
                 raise ConfigError(
-                    f"'{key}' is observed for {value.shape[1]} steps, but {n_step} are needed: in-painting needs the observations of "
-                    "the whole horizon (task.dataset.n_obs_steps=null)."
+                    f"'{key}' is observed for {value.shape[1]} steps, but {n_step} are needed: in-painting needs the "
+                    "observations of the whole horizon (task.dataset.n_obs_steps=null)."
                 )
             if key in self.rgb_keys and value.dtype == torch.uint8:
                 value = value.float().div_(255)

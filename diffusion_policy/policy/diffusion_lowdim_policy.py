@@ -1,4 +1,4 @@
-"""A diffusion policy on low-dimensional observations, whatever its network."""
+"""Diffusion policy on low-dimensional observations, for any network."""
 
 import torch
 
@@ -7,7 +7,10 @@ from diffusion_policy.policy.diffusion_base_policy import DiffusionBasePolicy
 
 
 class DiffusionLowdimPolicy(DiffusionBasePolicy, BaseLowdimPolicy):
-    """The observation is one vector 'obs' (B, T, Do). In-painting also predicts {'action_obs_pred': (B, Ta, Do), 'obs_pred': (B, T, Do)}."""
+    """The observation is one vector 'obs' (B, T, Do).
+
+    In-painting also predicts {'action_obs_pred': (B, Ta, Do), 'obs_pred': (B, T, Do)}.
+    """
 
     def obs_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"obs": (self.obs_dim,)}

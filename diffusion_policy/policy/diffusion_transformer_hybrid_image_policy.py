@@ -11,9 +11,10 @@ from diffusion_policy.policy.diffusion_image_policy import DiffusionImagePolicy,
 
 
 class DiffusionTransformerHybridImagePolicy(DiffusionImagePolicy):
-    """Encoded observations are condition tokens (`obs_as_cond`) or in-painted. For the encoder's arguments see ObservationEncoder.
+    """Encoded observations are condition tokens (`obs_as_cond`) or in-painted.
 
-    `obs_encoder_width` is not upstream's: the width of its ResNet's first stage, for small runs.
+    ObservationEncoder describes the encoder's arguments. `obs_encoder_width`, the width of its ResNet's first stage, is
+    an addition to upstream's arguments, for small runs.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class DiffusionTransformerHybridImagePolicy(DiffusionImagePolicy):
         model = TransformerForDiffusion(
             input_dim=width,
             output_dim=width,
-            # A causal mask has the size of the prediction. Upstream makes it for the horizon and then fails.
+            # A causal mask has the size of the prediction; upstream uses the horizon and fails.
             horizon=n_action_steps if pred_action_steps_only and causal_attn else horizon,
             n_obs_steps=n_obs_steps,
             cond_dim=features if obs_as_cond else 0,

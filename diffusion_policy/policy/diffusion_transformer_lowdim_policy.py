@@ -8,7 +8,10 @@ from diffusion_policy.policy.diffusion_lowdim_policy import DiffusionLowdimPolic
 
 
 class DiffusionTransformerLowdimPolicy(DiffusionLowdimPolicy):
-    """Observations are condition tokens (`obs_as_cond`) or in-painted; the first executed action belongs to the last of them."""
+    """Observations are condition tokens (`obs_as_cond`) or in-painted.
+
+    The first executed action belongs to the last observation.
+    """
 
     def __init__(
         self,

@@ -7,9 +7,10 @@ from diffusion_policy.policy.diffusion_unet_image_policy import DiffusionUnetIma
 
 
 class DiffusionUnetHybridImagePolicy(DiffusionUnetImagePolicy):
-    """DiffusionUnetImagePolicy with an encoder made of crop_shape, obs_encoder_group_norm and eval_fixed_crop (see ObservationEncoder).
+    """DiffusionUnetImagePolicy with robomimic's encoder.
 
-    `obs_encoder_width` is not upstream's: the width of its ResNet's first stage, for small runs.
+    ObservationEncoder describes the encoder's arguments: crop_shape, obs_encoder_group_norm, eval_fixed_crop, and
+    `obs_encoder_width`, an addition to upstream's: the width of its ResNet's first stage, for small runs.
     """
 
     def __init__(

@@ -9,9 +9,9 @@ from diffusion_policy.policy.diffusion_lowdim_policy import DiffusionLowdimPolic
 
 
 class DiffusionUnetLowdimPolicy(DiffusionLowdimPolicy):
-    """Observations are a global condition, a local condition a step, or in-painted.
+    """Observations are a global condition, a local condition per step, or in-painted.
 
-    With `oa_step_convention` the first executed action belongs to the last observation; without, it is the one after.
+    With `oa_step_convention` the first executed action belongs to the last observation, without it to the step after.
     """
 
     def __init__(

@@ -1,9 +1,10 @@
-"""Make PushT demonstrations from policies: roll checkpoints out on fresh seeds and keep the episodes that succeed.
+r"""Make PushT demonstrations from policies: roll checkpoints out on new seeds and keep the successful episodes.
 
-    python -m diffusion_policy.scripts.collect_rollouts --checkpoint A.ckpt --checkpoint B.ckpt --episodes 200 --output data/demos/x.zarr
+    python -m diffusion_policy.scripts.collect_rollouts --checkpoint A.ckpt --checkpoint B.ckpt \
+        --episodes 200 --output data/demos/x.zarr
 
-The result is a replay buffer like the public human one (data/state, data/keypoint, data/action; meta/episode_ends) whose
-attributes say that it holds policy rollouts, of which policies, from which seeds, and how many attempts failed.
+The result is a replay buffer like the public human one (data/state, data/keypoint, data/action; meta/episode_ends). Its
+attributes record that it holds policy rollouts, the policies, the seeds, and the number of attempts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import zarr
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from diffusion_policy.common import checkpoint_io
 from diffusion_policy.common.config_util import resolve_device
 from diffusion_policy.common.errors import ConfigError, UserError
 from diffusion_policy.common.random_state import seed_everything
@@ -28,12 +28,13 @@ from diffusion_policy.common.replay_buffer import ReplayBuffer
 from diffusion_policy.env.pusht.pusht_env import WINDOW
 from diffusion_policy.env.pusht.pusht_keypoints_env import PushTKeypointsEnv
 from diffusion_policy.scripts.eval import load_policy
+from diffusion_policy.storage import checkpoint_io
 
-FIRST_SEED = 200000  # apart from the demonstrators' (0..205) and from the held-out ones (100000 on)
+FIRST_SEED = 200000  # not used by the demonstrations (0 to 205) nor by the held-out set (from 100000)
 
 
 class Episode:
-    """One attempt: the environment, what was seen and done in it, and the last observations for the policy."""
+    """One attempt: the environment, its recorded steps, and the last observations for the policy."""
 
     def __init__(self, seed: int, policy: torch.nn.Module):
         self.seed, self.policy = seed, policy
@@ -50,7 +51,7 @@ class Episode:
         self.observation = self.state if self.policy.obs_dim == 5 else obs[:20]
 
     def act(self, actions: np.ndarray, max_steps: int) -> None:
-        """Execute actions (Ta, 2), recording each with the state it was taken in."""
+        """Execute actions (Ta, 2); record each with the state before it."""
         for action in np.clip(actions, 0, WINDOW):
             for key, value in (("state", self.state), ("keypoint", self.keypoint), ("action", action)):
                 self.record[key].append(value.astype(np.float32))
@@ -71,7 +72,7 @@ def collect(
     device: torch.device,
     parallel: int = 50,
 ) -> tuple[list[Episode], int]:
-    """The first n_episodes successful episodes in the order of their seeds, and the number of attempts; policies take turns."""
+    """The first n_episodes successful episodes, by seed, and the number of attempts. Policies take turns."""
     successes: list[Episode] = []
     attempts = 0
     with tqdm(total=n_episodes, desc="demonstrations", unit="episode", disable=None) as bar:
@@ -84,16 +85,16 @@ def collect(
                     active = [episode for episode in episodes if episode.policy is policy and not episode.done]
                     if not active:
                         continue
-                    obs = (
-                        torch.from_numpy(np.stack([np.stack(episode.history) for episode in active])).float().to(device)
-                    )
-                    for episode, actions in zip(active, policy.predict_action({"obs": obs})["action"].cpu().numpy()):
+                    history = np.stack([np.stack(episode.history) for episode in active])
+                    obs = torch.from_numpy(history).float().to(device)
+                    predicted = policy.predict_action({"obs": obs})["action"].cpu().numpy()
+                    for episode, actions in zip(active, predicted, strict=True):
                         episode.act(actions, max_steps)
             attempts += parallel
             successes += [episode for episode in episodes if episode.success]
             bar.update(min(len(successes), n_episodes) - bar.n)
             if attempts >= 20 * n_episodes and not successes:
-                raise ConfigError(f"none of {attempts} attempts succeeded: train the policies further first")
+                raise ConfigError(f"none of {attempts} attempts succeeded: train the policies longer")
     return successes[:n_episodes], attempts
 
 
@@ -104,7 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--checkpoint",
         action="append",
         required=True,
-        help="a checkpoint of a PushT policy; give several for variety",
+        help="a checkpoint of a PushT policy; repeat for several",
     )
     parser.add_argument("-o", "--output", required=True, help="the zarr folder to write")
     parser.add_argument("-n", "--episodes", type=int, default=200, help="successful episodes to keep (default 200)")
@@ -112,12 +113,12 @@ def main(arguments: list[str] | None = None) -> None:
         "--first_seed", type=int, default=FIRST_SEED, help=f"seed of the first attempt (default {FIRST_SEED})"
     )
     parser.add_argument(
-        "--max_steps", type=int, default=300, help="an attempt that has not succeeded by then has failed (default 300)"
+        "--max_steps", type=int, default=300, help="steps after which an attempt has failed (default 300)"
     )
     parser.add_argument(
         "--trained_on",
         default="the public human PushT demonstrations",
-        help="what the policies learned from, for the attributes",
+        help="training data of the policies, recorded in the attributes",
     )
     parser.add_argument("-d", "--device", default="auto")
     options = parser.parse_args(arguments)
@@ -138,9 +139,7 @@ def write(options: argparse.Namespace) -> None:
         cfg = OmegaConf.create(payload["cfg"])
         policy = load_policy(cfg, payload).to(device).eval()
         if policy.obs_dim not in (5, 20):
-            raise ConfigError(
-                f"{path} observes {policy.obs_dim} numbers; PushT's state has 5, its keypoints and agent 20"
-            )
+            raise ConfigError(f"{path} observes {policy.obs_dim} numbers; PushT's state has 5, keypoints with agent 20")
         policies.append(policy)
         descriptions.append(
             {

@@ -1,11 +1,11 @@
-"""Turn a checkpoint into a file that can be given away and opened without trust.
+"""Convert a checkpoint to a file that can be shared and opened safely.
 
     python -m diffusion_policy.scripts.convert_checkpoint run/checkpoints/latest.ckpt weights/
-        exports the weights that act: a folder with model.safetensors and config.json
+        exports the weights to deploy: a folder with model.safetensors and config.json
     python -m diffusion_policy.scripts.convert_checkpoint upstream.ckpt safe.ckpt --trust-checkpoint
-        rewrites a checkpoint of upstream, a pickle, as plain data. This runs what the pickle says, once.
+        rewrites an upstream checkpoint, a pickle, as plain data. This runs the code in the pickle, once.
 
-eval.py opens either.
+eval.py opens both.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import argparse
 import pathlib
 import sys
 
-from diffusion_policy.common import checkpoint_io, weights_io
 from diffusion_policy.common.config_util import register_resolvers
 from diffusion_policy.common.errors import CheckpointError, ConfigError, UserError
+from diffusion_policy.storage import checkpoint_io, weights_io
 
 
 def parser() -> argparse.ArgumentParser:
@@ -27,23 +27,23 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "output",
         type=pathlib.Path,
-        help="a name ending in .ckpt for a checkpoint, any other for a folder of exported weights",
+        help="a name ending in .ckpt for a checkpoint, any other name for a folder of exported weights",
     )
     out.add_argument(
         "--trust-checkpoint",
         action="store_true",
         help="open a pickled (upstream) checkpoint, which runs code from the file",
     )
-    out.add_argument("--overwrite", action="store_true", help="replace what is at the output")
+    out.add_argument("--overwrite", action="store_true", help="replace an existing output")
     return out
 
 
 def convert(
     checkpoint: pathlib.Path, output: pathlib.Path, trust: bool = False, overwrite: bool = False
 ) -> pathlib.Path:
-    """Write `checkpoint` as the safe file or folder `output`; returns that."""
+    """Write `checkpoint` as the safe file or folder `output`; returns `output`."""
     if output.exists() and not overwrite:
-        raise ConfigError(f"{output} is already there: choose another name, or pass --overwrite")
+        raise ConfigError(f"{output} exists already: choose another name, or pass --overwrite")
     payload = checkpoint_io.load(checkpoint, trust=trust)
     if output.suffix != ".ckpt":
         return weights_io.write(payload, output)
@@ -56,10 +56,10 @@ def convert(
     checkpoint_io.save(safe, output)
     try:
         checkpoint_io.load(output, check_config=False)
-    except CheckpointError as error:  # something in it is no plain data
+    except CheckpointError as error:  # some of its states are not plain data
         output.unlink()
         raise CheckpointError(
-            f"{checkpoint} holds objects in its states that a safe file cannot; export its weights alone, into a folder"
+            f"{checkpoint} has states that a safe file cannot hold; export its weights alone, into a folder"
         ) from error
     return output
 

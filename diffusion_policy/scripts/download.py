@@ -26,11 +26,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from diffusion_policy.common.checkpoint_io import write_atomically
 from diffusion_policy.common.errors import DataError, UserError
-from diffusion_policy.common.hdf5_reader import read_demos
 from diffusion_policy.common.replay_buffer import ReplayBuffer
 from diffusion_policy.dataset.pusht_dataset import DATA_URL
+from diffusion_policy.storage.atomic import write_atomically
+from diffusion_policy.storage.hdf5_reader import read_demos
 
 TIMEOUT_SECONDS = 30
 BLOCK_BYTES = 1 << 20

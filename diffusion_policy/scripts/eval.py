@@ -1,6 +1,6 @@
-"""Evaluate a checkpoint. `eval.py` of a checkout and the installed command `idp-eval` both start here.
+"""Evaluate a checkpoint: the code behind eval.py.
 
-Writes eval_log.json (upstream's keys, and ours beside them) and videos of the first episodes into an output folder.
+Writes eval_log.json (upstream's keys and further ones) and videos of the first episodes into an output folder.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from diffusion_policy.common import checkpoint_io
 from diffusion_policy.common.config_util import build, register_resolvers, resolve_device
 from diffusion_policy.common.errors import CheckpointError, ConfigError, EvaluationError, UserError
 from diffusion_policy.common.random_state import seed_everything
 from diffusion_policy.common.statistics import mean_interval
-from diffusion_policy.common.weights_io import acting_weights
+from diffusion_policy.policy.training_hooks import provide_hooks
+from diffusion_policy.storage import atomic, checkpoint_io
+from diffusion_policy.storage.weights_io import acting_weights
 
-#: First seed of each named set. `mip` shares its starts with the public demonstrations, `heldout` does not.
+#: First seed of each named set. `mip` shares its starts with the public PushT demonstrations, `heldout` does not.
 SEED_SETS = {"mip": 0, "heldout": 100000}
 
 
@@ -38,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "-o",
         "--output_dir",
-        help="where eval_log.json and videos go (default: eval_<checkpoint name> beside checkpoints/, or in the folder)",
+        help="folder for eval_log.json and videos (default: eval_<name> beside checkpoints/ or in the export)",
     )
     out.add_argument("-d", "--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
     out.add_argument("-n", "--n_episodes", type=int, help="number of test episodes (default: the task's n_test)")
@@ -46,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         "--seeds", choices=sorted(SEED_SETS), help="set of starting seeds (default: the task's test_start_seed)"
     )
     out.add_argument(
-        "--nfe", type=int, help="network calls per action chunk, for policies that can trade them (IDP: 1 or 2)"
+        "--nfe", type=int, help="network calls per action chunk, for policies that can trade calls for quality"
     )
     out.add_argument(
         "--overwrite", action="store_true", help="replace an output folder that already holds an evaluation"
@@ -55,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
         "--trust-checkpoint",
         action="store_true",
         help="open a pickled (upstream) checkpoint, or one that names "
-        "classes of other packages: both run code that the file chooses",
+        "classes of other packages; both run code from the file",
     )
     return out
 
@@ -84,7 +85,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     policy = load_policy(cfg, payload).to(device).eval()
     if options.nfe is not None:
         set_nfe(policy, options.nfe)
-    # Nothing was written up to here: a checkpoint that does not load leaves the folder as it was.
+    # Nothing is written before this line: a checkpoint that does not load leaves the folder unchanged.
     if options.overwrite and (output / "eval_log.json").exists():
         shutil.rmtree(output / "media", ignore_errors=True)
     output.mkdir(parents=True, exist_ok=True)
@@ -102,30 +103,33 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
     }
     text = json.dumps(log, indent=2, sort_keys=True)
-    checkpoint_io.write_atomically(output / "eval_log.json", lambda file: file.write(text.encode()))
+    atomic.write_text(output / "eval_log.json", text)
     if log["lost"]:
         raise EvaluationError(
             f"{len(log['lost'])} of {len(log['lost']) + log['n_episodes']} episodes could not be played (seeds "
-            f"{', '.join(str(episode['seed']) for episode in log['lost'])}), so there is no mean score; the reasons, and the episodes "
-            f"that were played, are in {output / 'eval_log.json'}"
+            f"{', '.join(str(episode['seed']) for episode in log['lost'])}), so there is no mean score; "
+            f"{output / 'eval_log.json'} has the reasons and the episodes that were played"
         )
     low, high = log["interval_95"]
     latency = log["latency_ms"]
     print(
-        f"mean score {log['test/mean_score']:.3f}  (95 % interval {low:.3f} to {high:.3f}, {log['n_episodes']} episodes, best {log['best_score']:.3f})"
+        f"mean score {log['test/mean_score']:.3f}  (95 % interval {low:.3f} to {high:.3f}, "
+        f"{log['n_episodes']} episodes, best {log['best_score']:.3f})"
     )
     print(
-        f"inference  p50 {latency['p50']:.2f} ms, p90 {latency['p90']:.2f} ms, p99 {latency['p99']:.2f} ms at batch 1; {log['nfe']:g} network call(s)"
+        f"inference  p50 {latency['p50']:.2f} ms, p90 {latency['p90']:.2f} ms, p99 {latency['p99']:.2f} ms at batch 1; "
+        f"{log['nfe']:g} network call(s)"
     )
     print(f"written to {output / 'eval_log.json'}")
     return log
 
 
-def load_policy(cfg: DictConfig, payload: dict[str, Any]) -> torch.nn.Module:
-    """The policy of a checkpoint with the weights that are meant to act: the averaged ones if there are any."""
+def load_policy(cfg: DictConfig, payload: dict[str, Any]) -> Any:
+    """The policy of a checkpoint, with the averaged weights if there are any."""
     register_resolvers()
     weights = payload["state_dicts"][acting_weights(payload)]
     policy = build(cfg, "policy")
+    provide_hooks(policy)
     try:
         policy.load_state_dict(weights)
     except RuntimeError as error:
@@ -133,23 +137,26 @@ def load_policy(cfg: DictConfig, payload: dict[str, Any]) -> torch.nn.Module:
     return policy
 
 
-def set_nfe(policy: torch.nn.Module, nfe: int) -> None:
-    """Change how many network calls a policy makes per chunk: its `nfe`, or a denoiser's number of steps."""
+def set_nfe(policy: Any, nfe: int) -> None:
+    """Set the number of network calls that a policy makes per action chunk."""
     if nfe < 1:
         raise ConfigError(f"--nfe {nfe}: at least one network call is needed")
-    if hasattr(policy, "nfe"):
-        policy.nfe = nfe
-    elif hasattr(policy, "noise_scheduler"):
+    if policy.nfe:
+        try:
+            policy.nfe = nfe
+        except ValueError as error:
+            raise ConfigError(f"--nfe {nfe} does not fit this policy: {error}") from error
+    elif hasattr(policy, "noise_scheduler"):  # a diffusion policy written for upstream, without hooks
         policy.num_inference_steps = nfe
     else:
-        raise ConfigError(f"{type(policy).__name__} makes a fixed number of network calls; leave --nfe away")
+        raise ConfigError(f"{type(policy).__name__} makes a fixed number of network calls; omit --nfe")
 
 
 def make_runner(cfg: DictConfig, options: argparse.Namespace, output: pathlib.Path) -> Any:
     """The task's runner on test episodes only."""
     if cfg.task.env_runner is None:
         raise ConfigError(
-            "this policy was trained without a simulator (task.env_runner=null), so there is nothing to evaluate it in"
+            "this policy was trained without a simulator (task.env_runner=null), so eval.py cannot evaluate it"
         )
     changes: dict[str, Any] = {"n_train": 0, "n_train_vis": 0}
     if options.n_episodes is not None:
@@ -160,8 +167,8 @@ def make_runner(cfg: DictConfig, options: argparse.Namespace, output: pathlib.Pa
 
 
 @contextlib.contextmanager
-def counting(policy: torch.nn.Module) -> Iterator[dict[str, Any]]:
-    """Count calls of the network and of predict_action, and keep one observation to measure latency with."""
+def counting(policy: Any) -> Iterator[dict[str, Any]]:
+    """Count calls of the network and of predict_action, and keep one observation for the latency measurement."""
     counter: dict[str, Any] = {"network": 0, "chunks": 0, "obs": None}
     predict = policy.predict_action
 
@@ -183,11 +190,11 @@ def counting(policy: torch.nn.Module) -> Iterator[dict[str, Any]]:
         del policy.predict_action
 
 
-def report(runner: Any, policy: torch.nn.Module, counter: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def report(runner: Any, policy: Any, counter: dict[str, Any], device: torch.device) -> dict[str, Any]:
     episodes = [episode for episode in runner.episodes if episode["split"] == "test"]
     lost = list(getattr(runner, "lost", ()))
     out = {"episodes": episodes, "n_episodes": len(episodes), "lost": lost, "device": str(device)}
-    if not lost:  # statistics of fewer episodes than were asked for would be other numbers
+    if not lost:  # statistics over fewer episodes are not comparable
         scores = np.array([episode["max_reward"] for episode in episodes])
         out |= {"best_score": float(scores.max()), "interval_95": mean_interval(scores)}
     if counter["chunks"]:
@@ -197,7 +204,7 @@ def report(runner: Any, policy: torch.nn.Module, counter: dict[str, Any], device
 
 @torch.no_grad()
 def latency(
-    policy: torch.nn.Module, obs: dict[str, torch.Tensor], device: torch.device, calls: int = 100, seconds: float = 20.0
+    policy: Any, obs: dict[str, torch.Tensor], device: torch.device, calls: int = 100, seconds: float = 20.0
 ) -> dict[str, float]:
     """Percentiles of predict_action at batch 1, end to end, after a warm-up; fewer calls if they are slow."""
 

@@ -1,42 +1,46 @@
 """Demonstrations of MetaWorld and Adroit with point clouds, in DP3's layout.
 
     python -m diffusion_policy.scripts.generate_demos metaworld --task assembly --episodes 10
-    python -m diffusion_policy.scripts.generate_demos adroit --task hammer --episodes 10 --expert hammer_policy_weights.npz
+    python -m diffusion_policy.scripts.generate_demos adroit --task hammer --episodes 10 --expert hammer_weights.npz
 
-MetaWorld brings scripted experts along; Adroit's are policies of DAPG, as an .npz file (see DAPGExpert). Only episodes that succeed are kept;
-how many were tried is in the attributes of the result, a replay buffer (zarr) with point_cloud (points, 6: position and colour), state,
-action, img and depth. Started again after an interruption it goes on where it was. Train with `task=metaworld task.name=assembly`.
+MetaWorld has scripted experts; Adroit's are DAPG policies in an .npz file (see DAPGExpert). Only successful episodes
+are kept. The result is a replay buffer (zarr) with point_cloud (points, 6: position and colour), state, action, img and
+depth; its attributes record the number of attempts. An interrupted run continues when it is started again. Train with
+`task=metaworld task.name=assembly`.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import functools
 import json
 import multiprocessing
 import os
 import pathlib
 import shutil
 import warnings
+from typing import Any
 
 import numpy as np
 import zarr
 from tqdm import tqdm
 
-from diffusion_policy.common.checkpoint_io import versions, write_atomically
 from diffusion_policy.common.errors import ConfigError, UserError
 from diffusion_policy.common.replay_buffer import ReplayBuffer
 from diffusion_policy.env.adroit import adroit
 from diffusion_policy.env.metaworld import metaworld_wrapper as metaworld
 from diffusion_policy.env.point_cloud_env import known_task
+from diffusion_policy.storage.atomic import write_atomically, write_text
+from diffusion_policy.storage.checkpoint_io import versions
 
-POINTS = {"metaworld": 1024, "adroit": 512}  # DP3's
-MIN_SUCCESS_STEPS = 5  # of a demonstration of MetaWorld: it is solved, not only passed by
-HOPELESS = 20  # attempts after which an expert that fails three times in four is given up
+POINTS = {"metaworld": 1024, "adroit": 512}  # as in DP3
+MIN_SUCCESS_STEPS = 5  # in MetaWorld: the goal state is held, not only passed
+MIN_ATTEMPTS = 20  # after these, an expert that succeeds in less than a quarter is an error
 
 
-def make_env(suite: str, task: str, num_points: int, expert: str | None):
-    """-> environment, and its expert: `get_action(raw observation) -> action`"""
+def make_env(suite: str, task: str, num_points: int, expert: str | None) -> tuple[Any, Any]:
+    """The environment, and its expert with `get_action(raw observation) -> action`."""
     if suite == "metaworld":
         env = metaworld.MetaWorldEnv(task, num_points, terminate_on_success=False)
         return env, metaworld.expert_policy(task)
@@ -45,21 +49,20 @@ def make_env(suite: str, task: str, num_points: int, expert: str | None):
 
 
 def record(
-    env, expert, seed: int, max_steps: int, min_success_steps: int, stop_after: int | None = None
+    env: Any, expert: Any, seed: int, max_steps: int, min_success_steps: int, stop_after: int | None = None
 ) -> tuple[bool, dict[str, np.ndarray]]:
-    """Play one episode -> whether it is worth keeping, {key: (T, ...)}; each observation with the action that was taken from it.
+    """Play one episode: whether it succeeded, and its steps {key: (T, ...)}, each observation with its action.
 
-    stop_after: end it after so many steps in which it was solved, instead of after max_steps.
+    stop_after: end the episode after this number of solved steps, instead of after max_steps.
     """
     env.reset(seed=seed)
-    env.observing = False  # `frame` looks, with colours
-    steps, solved, over = [], 0, False
+    env.observing = False  # `frame` renders instead, with colours
+    steps: list[dict[str, np.ndarray]] = []
+    solved, over = 0, False
     while len(steps) < max_steps and not over and (stop_after is None or solved < stop_after):
         frame = env.frame()
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # MetaWorld's experts ask for more than the simulator does, and say so each time
+            warnings.simplefilter("ignore")  # MetaWorld's experts warn at every step that they exceed action limits
             action = np.asarray(expert.get_action(env.raw), dtype=np.float32)
         _, reward, over, _, _ = env.step(action)
         solved += reward > 0
@@ -71,14 +74,14 @@ def generate(
     suite: str,
     task: str,
     episodes: int,
-    output,
+    output: str | os.PathLike,
     num_points: int | None = None,
     expert: str | None = None,
     seed: int = 0,
     workers: int = 1,
     stop_after: int | None = None,
 ) -> float:
-    """Write `episodes` demonstrations to the zarr folder `output` -> the share of the expert's episodes that succeeded."""
+    """Write `episodes` demonstrations to the zarr folder `output`; returns the expert's success rate."""
     tasks = metaworld.TASKS if suite == "metaworld" else tuple(adroit.TASKS)
     known_task(task, tasks, "MetaWorld" if suite == "metaworld" else "Adroit")
     if suite == "adroit" and expert is None:
@@ -104,7 +107,7 @@ def generate(
     parts = _open_parts(output, settings)
     kept: list[int] = []
     tried = 0
-    # Not fork: the libraries behind it have threads of their own. Each process has its own renderer.
+    # Not fork: the simulators use threads. Each process has its own renderer.
     pool = concurrent.futures.ProcessPoolExecutor(
         workers, multiprocessing.get_context("forkserver"), _start, (suite, task, num_points, expert)
     )
@@ -112,9 +115,7 @@ def generate(
         pending: list[concurrent.futures.Future] = []
         try:
             while len(kept) < episodes:
-                while len(pending) < min(
-                    2 * workers, episodes - len(kept)
-                ):  # none that would not be needed if all succeed
+                while len(pending) < min(2 * workers, episodes - len(kept)):  # no more than needed if all succeed
                     pending.append(
                         pool.submit(_episode, seed + tried + len(pending), str(parts), max_steps, needed, stop_after)
                     )
@@ -123,9 +124,9 @@ def generate(
                     bar.update()
                 tried += 1
                 bar.set_postfix(success=f"{len(kept) / tried:.0%}")
-                if tried >= HOPELESS and 4 * len(kept) < tried:
+                if tried >= MIN_ATTEMPTS and 4 * len(kept) < tried:
                     raise UserError(
-                        f"the expert for {task} succeeded in only {len(kept)} of {tried} episodes: is it one for this task?"
+                        f"the expert for {task} succeeded in only {len(kept)} of {tried} episodes: is it for this task?"
                     )
         finally:
             for job in pending:
@@ -155,27 +156,27 @@ def generate(
 
 
 def _open_parts(output: pathlib.Path, settings: dict) -> pathlib.Path:
-    """The folder of finished episodes beside the output, emptied if they were made with other settings."""
+    """The folder of finished episodes beside the output; emptied if they have other settings."""
     parts = output.with_name(f"{output.name}.parts")
     file = parts / "settings.json"
     if parts.exists() and (not file.is_file() or json.loads(file.read_text()) != settings):
         shutil.rmtree(parts)
-    write_atomically(file, lambda out: out.write(json.dumps(settings).encode()))
+    write_text(file, json.dumps(settings))
     return parts
 
 
-def _start(suite, task, num_points, expert):
+def _start(suite: str, task: str, num_points: int, expert: str | None) -> None:
     global _make
-    _make = lambda: make_env(suite, task, num_points, expert)
+    _make = functools.partial(make_env, suite, task, num_points, expert)
 
 
-def _episode(seed, parts, max_steps, min_success_steps, stop_after) -> bool:
-    """Whether the episode of this seed succeeded: known from an earlier run, or played now."""
+def _episode(seed: int, parts: str, max_steps: int, min_success_steps: int, stop_after: int | None) -> bool:
+    """Whether the episode of this seed succeeded, from an earlier run or played now."""
     global _env
     done, failed = pathlib.Path(parts) / f"{seed}.npz", pathlib.Path(parts) / f"{seed}.failed"
     if done.exists() or failed.exists():
         return done.exists()
-    if "_env" not in globals():  # not in _start: an error there would only say that the pool is broken
+    if "_env" not in globals():  # not in _start, where an error would only read "the pool is broken"
         _env = _make()
     success, steps = record(*_env, seed, max_steps, min_success_steps, stop_after)
     write_atomically(
@@ -190,27 +191,27 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--task",
         required=True,
-        help=f"of MetaWorld: any of its 50, without '-v3'; of Adroit: {', '.join(adroit.TASKS)}",
+        help=f"MetaWorld: any of its 50 tasks, without '-v3'; Adroit: {', '.join(adroit.TASKS)}",
     )
     parser.add_argument("--episodes", type=int, default=10, help="demonstrations to keep (default 10)")
     parser.add_argument("--expert", help="weights of the expert, .npz (Adroit)")
     parser.add_argument(
         "--num_points",
         type=int,
-        help=f"of a cloud (default: {', '.join(f'{suite} {n}' for suite, n in POINTS.items())})",
+        help=f"points per cloud (default: {', '.join(f'{suite} {n}' for suite, n in POINTS.items())})",
     )
     parser.add_argument(
         "--stop_after",
         type=int,
-        help="end an episode of MetaWorld after so many steps in which it was solved (default: after 200 steps, as "
-        "DP3 does; what experts do once they have succeeded is often only trembling)",
+        help="end an episode of MetaWorld after this number of solved steps (default: 200 steps in all, as in DP3; "
+        "experts often only tremble after a success)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the first episode; the others follow (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first episode; the others follow (default 0)")
     parser.add_argument("--output", help="the zarr folder to write (default: data/<suite>/<suite>_<task>_expert.zarr)")
     parser.add_argument("--num_workers", type=int, default=os.cpu_count(), help="processes (default: one per core)")
     options = parser.parse_args(arguments)
     if options.episodes < 1 or options.num_workers < 1 or (options.num_points is not None and options.num_points < 1):
-        parser.error("--episodes, --num_workers and --num_points are at least 1")
+        parser.error("--episodes, --num_workers and --num_points must be at least 1")
     output = options.output or f"data/{options.suite}/{options.suite}_{options.task}_expert.zarr"
     try:
         rate = generate(
@@ -227,7 +228,8 @@ def main(arguments: list[str] | None = None) -> None:
     except UserError as error:
         parser.exit(1, f"error: {error}\n")
     print(
-        f"{options.episodes} demonstrations of {options.task} in {output}; the expert succeeded in {rate:.1%} of its episodes"
+        f"{options.episodes} demonstrations of {options.task} in {output}; the expert succeeded in {rate:.1%} of its "
+        "episodes"
     )
 
 

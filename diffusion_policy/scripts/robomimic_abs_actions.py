@@ -1,11 +1,12 @@
-"""Turn the actions of a robomimic dataset from changes of the hand's pose into the poses themselves.
+"""Convert the actions of a robomimic dataset from changes of the hand's pose to absolute poses.
 
     python -m diffusion_policy.scripts.robomimic_abs_actions -i data/robomimic/datasets/lift/ph/low_dim.hdf5
 
-For each step the simulator is put into the recorded state, the action is passed to the arm's controller, and the controller's goal is read:
-position, rotation (axis times angle), in the frame that the dataset's env_args name; the gripper stays. The result is a copy of the file
-with other actions, <name>_abs.hdf5. Afterwards demonstrations are replayed open-loop with both kinds of actions, and the share of
-successes that the absolute ones reproduce is printed and written into the file (attribute abs_replay of 'data').
+For each step the simulator is set to the recorded state, the action goes to the arm's controller, and the controller's
+goal is read: position and rotation (axis-angle), in the frame named by the dataset's env_args. The gripper stays.
+The result, <name>_abs.hdf5, is a copy of the file with the new actions. Demonstrations are then replayed open-loop with
+both kinds of actions; the share of successes that absolute actions reproduce is printed and stored in the file
+(attribute abs_replay of 'data').
 """
 
 from __future__ import annotations
@@ -18,21 +19,24 @@ import multiprocessing
 import os
 import pathlib
 import shutil
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from diffusion_policy.common.arm_actions import ARM_DIM
 from diffusion_policy.common.errors import DataError, UserError
-from diffusion_policy.common.hdf5_reader import read_demos
 from diffusion_policy.env.robomimic.robosuite_task import RobosuiteTask
+from diffusion_policy.storage.hdf5_reader import read_demos
 
-SETTLE = 10  # steps that a replay may go on after the last action: a cube that is being lifted needs a few
+_delta: RobosuiteTask  # of a worker process
+_absolute: RobosuiteTask
+SETTLE = 10  # steps that a replay may take after the last action, such as to finish a lift
 
 
 @dataclasses.dataclass
 class Replay:
-    """Of the demonstrations that were replayed: how many succeed with their own actions, and how many of these with the absolute ones."""
+    """Replayed demonstrations: how many succeed with their own actions, and how many of these with absolute ones."""
 
     demos: int
     delta_successes: int
@@ -43,19 +47,26 @@ class Replay:
         return self.abs_successes / self.delta_successes if self.delta_successes else 0.0
 
 
-def convert(source, target=None, workers: int = 1, verify: int | None = None, minimum: float = 0.95) -> Replay | None:
-    """Write `target` (default: <source>_abs.hdf5). verify: how many demonstrations to replay, None for all, 0 for none.
+def convert(
+    source: str | os.PathLike,
+    target: str | os.PathLike | None = None,
+    workers: int = 1,
+    verify: int | None = None,
+    minimum: float = 0.95,
+) -> Replay | None:
+    """Write `target` (default: <source>_abs.hdf5). verify: demonstrations to replay, None for all, 0 for none.
 
-    Raises DataError if fewer than the share `minimum` of their successes is reproduced; the file is not kept then.
+    Raises DataError, and writes no file, if less than the share `minimum` of their successes is reproduced.
     """
     import h5py
 
     source = pathlib.Path(source).expanduser()
     target = pathlib.Path(target or source.with_name(f"{source.stem}_abs{source.suffix}")).expanduser()
     demos = read_demos(source, ["states", "actions"])
-    RobosuiteTask(demos.env_args).close()  # says here, and once, what is wrong with the environment
+    RobosuiteTask(demos.env_args).close()  # reports errors of the environment here, once
     ends = demos.episode_ends
-    episodes = list(zip(np.split(demos.arrays["states"], ends[:-1]), np.split(demos.arrays["actions"], ends[:-1])))
+    states, actions = (np.split(demos.arrays[key], ends[:-1]) for key in ("states", "actions"))
+    episodes = list(zip(states, actions, strict=True))
     with workers_for(demos.env_args, workers) as pool:
         goals = list(
             tqdm(pool.map(_goals, episodes), total=len(episodes), desc="absolute actions", unit="demo", disable=None)
@@ -77,15 +88,16 @@ def convert(source, target=None, workers: int = 1, verify: int | None = None, mi
         )
         if replay.share < minimum:
             raise DataError(
-                f"{source}: of {replay.delta_successes} demonstrations that succeed when replayed, only {replay.abs_successes} do with "
-                f"absolute actions; at least {minimum:.0%} is expected. Was it recorded with another robosuite?"
+                f"{source}: of {replay.delta_successes} demonstrations that succeed when replayed, only "
+                f"{replay.abs_successes} do with absolute actions; at least {minimum:.0%} is expected. Was it recorded "
+                "with another robosuite?"
             )
     partial = target.with_suffix(".part")
     try:
         shutil.copyfile(source, partial)
         with h5py.File(partial, "r+") as file:
-            for i, actions in enumerate(goals):
-                file[f"data/demo_{i}/actions"][...] = actions
+            for i, goal in enumerate(goals):
+                file[f"data/demo_{i}/actions"][...] = goal
             if replay:
                 file["data"].attrs["abs_replay"] = json.dumps({**dataclasses.asdict(replay), "share": replay.share})
         os.replace(partial, target)
@@ -94,40 +106,40 @@ def convert(source, target=None, workers: int = 1, verify: int | None = None, mi
     return replay
 
 
-def workers_for(env_args, count: int):
+def workers_for(env_args: Any, count: int) -> concurrent.futures.ProcessPoolExecutor:
     """Processes with one delta and one absolute environment each, built once."""
-    # Not fork: the libraries behind it have threads of their own.
+    # Not fork: the simulator uses threads.
     return concurrent.futures.ProcessPoolExecutor(count, multiprocessing.get_context("forkserver"), _start, (env_args,))
 
 
-def _start(env_args):
+def _start(env_args: Any) -> None:
     global _delta, _absolute
     _delta, _absolute = RobosuiteTask(env_args), RobosuiteTask(env_args, abs_action=True)
 
 
-def _goals(episode) -> np.ndarray:
-    """(states (T, n), actions (T, 7 or 14)) -> absolute actions, same shape"""
+def _goals(episode: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """(states (T, n), actions (T, 7 or 14)) -> absolute actions of the same shape."""
     from scipy.spatial.transform import Rotation
 
     states, actions = episode
     out = actions.astype(np.float64)
-    for t, (state, action) in enumerate(zip(states, actions.reshape(len(actions), -1, ARM_DIM))):
+    for t, (state, action) in enumerate(zip(states, actions.reshape(len(actions), -1, ARM_DIM), strict=True)):
         _delta.reset_to({"states": state})
-        for arm, (robot, controller) in enumerate(zip(_delta.env.robots, _delta.controllers())):
-            controller.update(force=True)  # it may think that it knows where the arm is
+        for arm, (robot, controller) in enumerate(zip(_delta.env.robots, _delta.controllers(), strict=True)):
+            controller.update(force=True)  # it may have cached the pose of the arm
             robot.control(action[arm], policy_step=True)
             goal = out[t, arm * ARM_DIM :]
             goal[:3], goal[3:6] = controller.goal_pos, Rotation.from_matrix(controller.goal_ori).as_rotvec()
     return out
 
 
-def _replay(job) -> tuple[bool, bool]:
-    """(first state, delta actions, absolute actions) -> whether the task is solved at any time, with each"""
+def _replay(job: tuple[np.ndarray, np.ndarray, np.ndarray]) -> tuple[bool, bool]:
+    """(first state, delta actions, absolute actions) -> whether each kind of actions solves the task."""
     state, delta, absolute = job
     return _solves(_delta, state, delta), _solves(_absolute, state, absolute)
 
 
-def _solves(env, state, actions) -> bool:
+def _solves(env: RobosuiteTask, state: np.ndarray, actions: np.ndarray) -> bool:
     env.start_at({"states": state})
     for action in [*actions, *[actions[-1]] * SETTLE]:
         env.step(action)
@@ -139,7 +151,7 @@ def _solves(env, state, actions) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-i", "--input", required=True, help="dataset with delta actions")
-    parser.add_argument("-o", "--output", help="where to write (default: beside it, <name>_abs.hdf5)")
+    parser.add_argument("-o", "--output", help="file to write (default: <name>_abs.hdf5 beside the input)")
     parser.add_argument(
         "-n", "--num_workers", type=int, default=os.cpu_count(), help="processes (default: one per core)"
     )
@@ -151,8 +163,8 @@ def main() -> None:
         parser.exit(1, f"error: {error}\n")
     if replay:
         print(
-            f"replayed {replay.demos} demonstrations open-loop: {replay.delta_successes} succeed with their own actions, "
-            f"{replay.abs_successes} of these with absolute ones ({replay.share:.1%})"
+            f"replayed {replay.demos} demonstrations open-loop: {replay.delta_successes} succeed with their own "
+            f"actions, {replay.abs_successes} of these with absolute ones ({replay.share:.1%})"
         )
 
 

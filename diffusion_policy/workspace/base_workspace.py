@@ -1,4 +1,4 @@
-"""A run and its state on disk."""
+"""The state of a run, and how it is saved and loaded."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from diffusion_policy.common import checkpoint_io
 from diffusion_policy.common.config_util import get_class, register_resolvers
 from diffusion_policy.common.errors import CheckpointError
+from diffusion_policy.storage import checkpoint_io
 
 register_resolvers()
 
-#: The checkpoint before the latest one: what a run continues from if the latest is damaged.
+#: The checkpoint before the latest one; a run continues from it if the latest is damaged.
 PREVIOUS = "previous.ckpt"
 
 
 class BaseWorkspace:
-    """Owns the objects of a run. Anything among its attributes with state_dict and load_state_dict goes into a checkpoint, and
-    the plain attributes named in `include_keys`."""
+    """Owns the objects of a run.
+
+    A checkpoint holds every attribute that has state_dict and load_state_dict, except those in `exclude_keys`, and the
+    plain attributes named in `include_keys`.
+    """
 
     include_keys: Sequence[str] = ()
     exclude_keys: Sequence[str] = ()
@@ -48,8 +51,8 @@ class BaseWorkspace:
         exclude_keys: Sequence[str] | None = None,
         include_keys: Sequence[str] | None = None,
     ) -> str:
-        """Write the state of the run; returns the path. The file appears complete or not at all."""
-        path = self.get_checkpoint_path(tag) if path is None else pathlib.Path(path)
+        """Write the state of the run atomically; returns the path."""
+        target = self.get_checkpoint_path(tag) if path is None else pathlib.Path(path)
         exclude = self.exclude_keys if exclude_keys is None else exclude_keys
         include = self.include_keys if include_keys is None else include_keys
         states = {
@@ -63,10 +66,10 @@ class BaseWorkspace:
                 "state_dicts": states,
                 "attributes": {name: self.__dict__[name] for name in include},
             },
-            path,
-            previous=path.with_name(PREVIOUS) if path == self.get_checkpoint_path() else None,
+            target,
+            previous=target.with_name(PREVIOUS) if target == self.get_checkpoint_path() else None,
         )
-        return str(path.absolute())
+        return str(target.absolute())
 
     # ------------------------------------------------------------------ loading
     def load_payload(
@@ -76,7 +79,7 @@ class BaseWorkspace:
         include_keys: Sequence[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Take over the states for which this workspace has an object, and the attributes in include_keys."""
+        """Load the states for which this workspace has an object, and the attributes in include_keys."""
         exclude = () if exclude_keys is None else exclude_keys
         attributes = payload.get("attributes", {})
         missing = [key for key in include_keys or () if key not in attributes]
@@ -107,7 +110,7 @@ class BaseWorkspace:
         include_keys: Sequence[str] | None = None,
         trust: bool = False,
     ) -> dict[str, Any]:
-        # The file's config is not built, so what it names does not matter: this workspace has its own.
+        # Nothing is built from the file's config, so its targets need no check.
         payload = checkpoint_io.load(
             self.get_checkpoint_path(tag) if path is None else path, trust=trust, check_config=False
         )
@@ -123,7 +126,7 @@ class BaseWorkspace:
         output_dir: str | None = None,
         trust: bool = False,
     ) -> BaseWorkspace:
-        """The workspace that wrote `path`, or an instance of this class if it is more specific than BaseWorkspace."""
+        """The workspace that wrote `path`; called on a subclass, an instance of that."""
         payload = checkpoint_io.load(path, trust=trust)
         cfg = OmegaConf.create(payload["cfg"])
         kind = get_class(cfg.get("_target_"), BaseWorkspace) if cls is BaseWorkspace else cls

@@ -16,10 +16,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from diffusion_policy.common import checkpoint_io
 from diffusion_policy.common.config_util import GRID, choices, comments, config_names, grid
 from diffusion_policy.common.errors import ConfigError
 from diffusion_policy.scripts import eval as eval_script
+from diffusion_policy.storage import checkpoint_io
 from tests import golden
 from tests.util import ROOT, load_config, train_here, write_point_clouds, write_pusht
 

@@ -10,7 +10,6 @@ from diffusers import DDIMScheduler, DDPMScheduler
 from omegaconf import OmegaConf
 from torch import nn
 
-from diffusion_policy.common import checkpoint_io
 from diffusion_policy.common.errors import ConfigError
 from diffusion_policy.common.normalize_util import get_image_range_normalizer
 from diffusion_policy.model.common.normalizer import LinearNormalizer
@@ -24,6 +23,7 @@ from diffusion_policy.policy.diffusion_transformer_hybrid_image_policy import Di
 from diffusion_policy.policy.diffusion_unet_hybrid_image_policy import DiffusionUnetHybridImagePolicy
 from diffusion_policy.policy.diffusion_unet_image_policy import DiffusionUnetImagePolicy
 from diffusion_policy.scripts import eval as eval_script
+from diffusion_policy.storage import checkpoint_io
 from idp_workspace import policy as policies
 from tests import golden
 from tests.util import load_config, train_here, write_pusht

@@ -386,7 +386,7 @@ def test_missing_images_are_drawn_once_as_the_environment_shows_them(states_only
     files[0].write_bytes(files[0].read_bytes()[:-1] + b"\7")
     with caplog.at_level(logging.WARNING):
         PushTImageDataset(states_only, **WINDOW)
-    assert drawn == [2, 2, 60] and "made again" in caplog.text
+    assert drawn == [2, 2, 60] and "rebuilding it" in caplog.text
 
 
 def test_frames_of_a_rollout_are_drawn_from_its_states():
@@ -423,7 +423,7 @@ def test_without_a_place_to_write_the_images_stay_in_memory(tmp_path, monkeypatc
     def refuse(*_):
         raise PermissionError("read-only")
 
-    monkeypatch.setattr("diffusion_policy.common.frame_cache.write_atomically", refuse)
+    monkeypatch.setattr("diffusion_policy.storage.frame_cache.write_atomically", refuse)
     with caplog.at_level(logging.WARNING):
         dataset = PushTImageDataset(write_pusht(tmp_path / "pusht.zarr", episodes=1, length=20), **WINDOW)
     assert len(dataset.frames) == 20 and "kept in memory" in caplog.text and not list(tmp_path.glob("*.npy"))

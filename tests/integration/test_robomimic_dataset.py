@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion_policy.common import hdf5_reader
 from diffusion_policy.common.errors import ConfigError, DataError, DataNotFoundError
-from diffusion_policy.common.hdf5_reader import Hdf5Process, read_demos
 from diffusion_policy.dataset.robomimic_replay_lowdim_dataset import RobomimicReplayLowdimDataset
+from diffusion_policy.storage import hdf5_child, hdf5_reader
+from diffusion_policy.storage.hdf5_reader import Hdf5Process, read_demos
 from tests import golden
 
 KEYS = ("actions", "obs/object")
@@ -146,7 +146,7 @@ def test_starts_fast_and_without_torch(path):
     read_demos(path, KEYS)
     assert cpu_seconds() - before < 2
     assert "torch" not in {
-        line.split()[1].split(".")[0] for line in open(hdf5_reader.__file__) if line.startswith(("import", "from"))
+        line.split()[1].split(".")[0] for line in open(hdf5_child.__file__) if line.startswith(("import", "from"))
     }
 
 
@@ -220,7 +220,7 @@ ACTIONS = "data/demo_1/actions"
             "data/demo_1/actions holds NaN or infinity, first at step 3",
         ),
         (replaced(ACTIONS, lambda f, k, s: f.__setitem__(k, f["data/demo_1/obs/object"])), "in the same place"),
-        (replaced(ACTIONS, lambda f, k, s: f.create_group(k)), "is no dataset"),
+        (replaced(ACTIONS, lambda f, k, s: f.create_group(k)), "is not a dataset"),
         (lambda f: f.move("data/demo_1", "data/demo_3"), "demo_1 is missing and 'demo_3' is there"),
         (lambda f: f["data"].create_group("extra"), "demo_3 is missing and 'extra' is there"),
         (lambda f: f.move("data", "date"), "has no 'data'; it has: date"),
@@ -285,7 +285,7 @@ def test_every_death_of_the_child_is_an_error_and_the_next_read_works(path, tmp_
 
 def test_memory_is_bounded(path, process, monkeypatch):
     monkeypatch.setattr(hdf5_reader, "available_bytes", lambda: 6000.0)
-    with pytest.raises(DataError, match="its arrays have 4.8 KB, but only 2.0 KB"):
+    with pytest.raises(DataError, match="declares arrays of 4.8 KB, but only 2.0 KB"):
         process.read(path, KEYS)
 
 

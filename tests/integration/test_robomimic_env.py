@@ -19,7 +19,6 @@ pytest.importorskip("robosuite")
 
 from diffusion_policy.common.arm_actions import encode_rotations
 from diffusion_policy.common.errors import ConfigError, DataError
-from diffusion_policy.common.hdf5_reader import read_demos
 from diffusion_policy.env.robomimic.robomimic_image_wrapper import RobomimicImageWrapper
 from diffusion_policy.env.robomimic.robomimic_lowdim_wrapper import RobomimicLowdimWrapper
 from diffusion_policy.env.robomimic.robosuite_task import SCENE_SEED, RobosuiteTask, seeded
@@ -31,6 +30,7 @@ from diffusion_policy.gym_util.multistep_wrapper import MultiStepWrapper
 from diffusion_policy.model.common.rotation_transformer import RotationTransformer
 from diffusion_policy.scripts import robomimic_abs_actions
 from diffusion_policy.scripts.generate_robomimic_demos import CAMERAS, generate
+from diffusion_policy.storage.hdf5_reader import read_demos
 from tests.util import ROOT
 
 OBS_KEYS = ["object", "robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos"]

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from benchmarks.data import write_robomimic
-from diffusion_policy.common import hdf5_reader
 from diffusion_policy.common.batch_stream import BatchStream
 from diffusion_policy.common.errors import ConfigError, DataError, DataNotFoundError
-from diffusion_policy.common.hdf5_reader import Hdf5Process
 from diffusion_policy.common.pytorch_util import dict_apply
 from diffusion_policy.dataset import robomimic_replay_image_dataset as module
 from diffusion_policy.dataset.robomimic_replay_image_dataset import RobomimicReplayImageDataset
+from diffusion_policy.storage import hdf5_reader
+from diffusion_policy.storage.hdf5_reader import Hdf5Process
 from tests import golden
 from tests.util import load_config
 
@@ -131,7 +131,7 @@ def test_images_are_read_once_and_fetched_from_their_file(path, monkeypatch, cap
     with caplog.at_level(logging.INFO):
         first = make(path)
     (file,) = kept(path)
-    assert "once, and kept in" in caplog.text and np.load(file).shape == (36, 2 * SIZE * SIZE * 3)
+    assert "caching images" in caplog.text and np.load(file).shape == (36, 2 * SIZE * SIZE * 3)
     expected = first.get_batch(range(len(first)))
 
     def only_numbers(path, keys, frames=None, *rest):
@@ -172,7 +172,7 @@ def test_a_damaged_file_of_images_is_made_again(path, caplog):
         file.write_bytes(content)
         make(path)
         assert file.read_bytes() == good
-    assert caplog.text.count("made again") == 3
+    assert caplog.text.count("rebuilding it") == 3
 
 
 @pytest.mark.parametrize("error", [errno.EACCES, errno.ENOSPC, errno.EROFS])
@@ -184,7 +184,7 @@ def test_without_a_place_to_write_the_images_stay_in_memory(path, error, monkeyp
     def refuse(*_):
         raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr("diffusion_policy.common.frame_cache.write_atomically", refuse)
+    monkeypatch.setattr("diffusion_policy.storage.frame_cache.write_atomically", refuse)
     dataset = make(path)
     assert "kept in memory" in caplog.text and not kept(path)
     assert torch.equal(dataset.get_batch(range(20))["obs"][CAMERAS[1]], expected["obs"][CAMERAS[1]])
@@ -208,7 +208,7 @@ def test_no_process_holds_the_images(tmp_path, monkeypatch):
             assert make(path, meta(size=32)).frames.take(torch.tensor([7, 8, 3])).shape == (3, 2 * 32 * 32 * 3)
             kept(path)[0].unlink()
         else:
-            with pytest.raises(DataError, match="a demonstration with 60.0 KB of pictures, but only 40.0 KB"):
+            with pytest.raises(DataError, match="a demonstration with 60.0 KB of images, but only 40.0 KB"):
                 make(path, meta(size=32))
     assert not kept(path)
 
@@ -227,13 +227,13 @@ def test_progress_is_reported_and_keeps_a_slow_reading_alive(path):
         (
             meta(cameras=["sideview_image"]),
             {},
-            "data/demo_0/obs has no 'sideview_image'; it has: agentview_image.*low_dim.*hold no pictures",
+            "data/demo_0/obs has no 'sideview_image'; it has: agentview_image.*low_dim.*hold no images",
         ),
         (meta(robot1_eef_pos={"shape": [3]}), {}, "data/demo_0/obs has no 'robot1_eef_pos'; it has: "),
         (
             meta(size=84),
             {},
-            r"data/demo_0/obs/agentview_image holds steps of shape \(8, 8, 3\), uint8, but pictures of shape \(84, 84, 3\)",
+            r"data/demo_0/obs/agentview_image holds steps of shape \(8, 8, 3\), uint8, but images of shape \(84, 84, 3\)",
         ),
         (
             meta(robot0_gripper_qpos={"shape": [3]}),
@@ -288,11 +288,11 @@ IMAGE = f"obs/{CAMERAS[0]}"
     [
         (
             replaced(IMAGE, lambda f, k, n: f.__setitem__(k, np.zeros((n, SIZE, SIZE, 3), np.float32))),
-            "float32, but pictures",
+            "float32, but images",
         ),
         (
             replaced(IMAGE, lambda f, k, n: f.__setitem__(k, np.zeros((n, SIZE, SIZE), np.uint8))),
-            r"\(8, 8\), uint8, but pictures",
+            r"\(8, 8\), uint8, but images",
         ),
         (
             replaced(IMAGE, lambda f, k, n: f.__setitem__(k, np.zeros((n + 1, SIZE, SIZE, 3), np.uint8))),

@@ -247,7 +247,7 @@ if __name__ == "__main__":
 
 
 def test_ctrl_c_ends_an_evaluation_and_its_processes_at_once(tmp_path):
-    """As a terminal does it: the signal goes to every process of the group, among them one that hangs and ignores it."""
+    """As in a terminal: the signal goes to every process of the group, among them one that hangs and ignores it."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     process = subprocess.Popen(

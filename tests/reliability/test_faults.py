@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from benchmarks import faults
-from diffusion_policy.common import checkpoint_io
 from diffusion_policy.common.batch_stream import BatchStream
 from diffusion_policy.common.errors import DivergedError, StorageError
+from diffusion_policy.storage import atomic, checkpoint_io
 from diffusion_policy.workspace.train_workspace import TrainWorkspace
 from tests.util import equal, load_config, write_pusht
 
@@ -47,16 +47,16 @@ def test_the_comparison_can_fail(tmp_path):
 
 def test_what_cannot_be_written_leaves_what_was_there(tmp_path):
     path, before = tmp_path / "x.ckpt", tmp_path / "before.ckpt"
-    checkpoint_io.write_atomically(path, lambda file: file.write(b"one"))
+    atomic.write_atomically(path, lambda file: file.write(b"one"))
 
     def fail(file):
         file.write(b"half")
         faults.no_space()
 
     with pytest.raises(StorageError, match="disk is full"):
-        checkpoint_io.write_atomically(path, fail)
+        atomic.write_atomically(path, fail)
     assert path.read_bytes() == b"one" and os.listdir(tmp_path) == ["x.ckpt"]
-    checkpoint_io.write_atomically(path, lambda file: file.write(b"two"), previous=before)
+    atomic.write_atomically(path, lambda file: file.write(b"two"), previous=before)
     assert path.read_bytes() == b"two" and before.read_bytes() == b"one"
 
 
@@ -64,7 +64,7 @@ def test_without_hard_links_the_one_before_is_kept_all_the_same(tmp_path, monkey
     path, before = tmp_path / "x.ckpt", tmp_path / "before.ckpt"
     monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError("no hard links here")))
     for content in (b"one", b"two", b"three"):
-        checkpoint_io.write_atomically(path, lambda file: file.write(content), previous=before)
+        atomic.write_atomically(path, lambda file, content=content: file.write(content), previous=before)
     assert path.read_bytes() == b"three" and before.read_bytes() == b"two" and len(os.listdir(tmp_path)) == 2
 
 
@@ -88,9 +88,9 @@ def test_batches_of_worker_processes_do_not_depend_on_where_a_stream_starts():
 
 
 def test_a_worker_process_leaves_the_answer_to_ctrl_c_to_the_run():
-    from diffusion_policy.workspace.train_workspace import _StopRequest
+    from diffusion_policy.workspace.signals import StopRequest
 
-    with _StopRequest() as stop:
+    with StopRequest() as stop:
 
         def child(number):
             pid = os.fork()
@@ -188,7 +188,10 @@ def test_a_bounded_number_of_such_steps_can_be_left_out(workspace, tmp_path, cap
     run.optimise = optimise
     with pytest.raises(DivergedError, match="step 20"):
         run.run()
-    assert [step for step, same in weights.items() if same] == [3, 9] and "left out, the 2. of at most 2" in caplog.text
+    assert [step for step, same in weights.items() if same] == [
+        3,
+        9,
+    ] and "skipped, number 2 of at most 2" in caplog.text
     logged = [json.loads(line) for line in (tmp_path / "run/logs.json.txt").read_text().splitlines()]
     assert logged[-1]["skipped_steps"] == 2 and all(
         math.isfinite(record["train_loss"]) for record in logged if "train_loss" in record

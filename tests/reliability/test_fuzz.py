@@ -1,4 +1,4 @@
-"""A few hundred cases of the fuzzer (make fuzz runs ten thousand), that it notices what it should, and its nastiest finds."""
+"""A few hundred cases of the fuzzer (make fuzz runs ten thousand), its detection of faults, and its worst finds."""
 
 import json
 import os
@@ -74,7 +74,8 @@ def test_what_counts_as_a_finding(tmp_path):
     target = Misbehaves(tmp_path, tmp_path / "canary")
     answers = [fuzz.judged(target, number, target.canary) for number in range(6)]
     assert answers[0]["outcome"] == "read" and "finding" not in answers[0]
-    for answer, words in zip(answers[1:], ("KeyError", "a payload ran", "SystemExit", "memory grew", "a wrong value")):
+    found = ("KeyError", "a payload ran", "SystemExit", "memory grew", "a wrong value")
+    for answer, words in zip(answers[1:], found, strict=True):
         assert words in answer["finding"] and answer["outcome"] == "finding"
 
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from diffusion_policy.common import checkpoint_io, weights_io
 from diffusion_policy.common.errors import CheckpointError, ConfigError
-from diffusion_policy.common.safe_config import VARIABLE, checked_config
 from diffusion_policy.scripts import eval as eval_script
 from diffusion_policy.scripts.convert_checkpoint import convert
+from diffusion_policy.storage import checkpoint_io, weights_io
+from diffusion_policy.storage.safe_config import VARIABLE, checked_config
 from diffusion_policy.workspace.base_workspace import BaseWorkspace
 from diffusion_policy.workspace.train_workspace import TrainWorkspace
 from tests.util import ROOT, equal, load_config, write_pusht
@@ -99,17 +99,17 @@ EVIL = [
     {"_target_": "torch.load", "f": "{pickle}", "weights_only": False},
     {"_target_": "torch.hub.load", "repo_or_dir": "{marker}", "model": "x", "source": "local"},
     # Everything that an allowed module imports can be reached through it.
-    {"_target_": "diffusion_policy.common.checkpoint_io.os.system", "command": "touch {marker}"},
+    {"_target_": "diffusion_policy.storage.checkpoint_io.os.system", "command": "touch {marker}"},
     {"_target_": "diffusion_policy.common.video_recorder.subprocess.Popen", "args": ["touch", "{marker}"]},
     {"_target_": "torch.optim.optimizer.os.system", "command": "touch {marker}"},
     # Functions and methods of our own do things with their arguments.
-    {"_target_": "diffusion_policy.common.checkpoint_io.load", "path": "{pickle}", "trust": True},
+    {"_target_": "diffusion_policy.storage.checkpoint_io.load", "path": "{pickle}", "trust": True},
     {
         "_target_": "diffusion_policy.workspace.base_workspace.BaseWorkspace.create_from_checkpoint",
         "path": "{pickle}",
         "trust": True,
     },
-    {"_target_": "diffusion_policy.common.checkpoint_io.copy", "source": "/etc/hostname", "path": "{marker}"},
+    {"_target_": "diffusion_policy.storage.atomic.copy", "source": "/etc/hostname", "path": "{marker}"},
     # Not what it seems.
     {"_target_": "diffusion_policy_evil.Policy"},
     {"_target_": "torch.nnx.Module"},
@@ -128,7 +128,10 @@ def test_a_config_in_a_checkpoint_calls_nothing_but_known_classes(checkpoint, tm
     monkeypatch.setenv("TARGET", "os.system")
     marker, pickled = tmp_path / "executed", tmp_path / "pickle.ckpt"
     torch.save({"cfg": Payload(marker), "state_dicts": {}}, pickled)
-    fill = lambda value: value.format(marker=marker, pickle=pickled) if isinstance(value, str) else value
+
+    def fill(value):
+        return value.format(marker=marker, pickle=pickled) if isinstance(value, str) else value
+
     node = {key: [fill(v) for v in value] if isinstance(value, list) else fill(value) for key, value in evil.items()}
     payload = checkpoint_io.load(checkpoint)
     if place == "list":
@@ -290,7 +293,9 @@ def test_damaged_exports_are_refused(checkpoint, tmp_path):
             checkpoint_io.load(copy)
         return str(error.value)
 
-    flip = lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+    def flip(path):
+        path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+
     assert "checksum" in broken(weights_io.WEIGHTS, flip)
     assert "no model.safetensors" in broken(weights_io.WEIGHTS, lambda path: path.unlink())
     assert "no config.json" in broken(weights_io.CONFIG, lambda path: path.unlink())

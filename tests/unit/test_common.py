@@ -1,5 +1,7 @@
 """Small shared parts: the batch stream, config arithmetic, intervals, random state."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -53,7 +55,7 @@ def test_a_stream_does_not_touch_the_training_s_random_numbers_and_works_with_pr
         assert [len(x) for x in seen] == [4, 4, 4]
         if workers == 0:
             first = seen
-    assert all(torch.equal(a, b) for a, b in zip(first, seen))
+    assert all(torch.equal(a, b) for a, b in zip(first, seen, strict=True))
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -120,7 +122,10 @@ def test_random_state_is_kept_and_isolated():
     seed_everything(1)
     keeper = RandomState()
     state = keeper.state_dict()
-    draw = lambda: (torch.rand(2).tolist(), np.random.rand(2).tolist(), __import__("random").random())
+
+    def draw():
+        return torch.rand(2).tolist(), np.random.rand(2).tolist(), random.random()
+
     first = draw()
     with isolated_random_state(7):
         draw()

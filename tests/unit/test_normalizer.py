@@ -34,7 +34,7 @@ def upstream():
 def assert_same(state_dict, expected):
     assert list(state_dict) == list(expected)
     for key, value in expected.items():
-        torch.testing.assert_close(state_dict[key], value, rtol=1e-5, atol=1e-6, msg=lambda m: f"{key}: {m}")
+        torch.testing.assert_close(state_dict[key], value, rtol=1e-5, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
 
 
 def test_every_fit_mode_gives_upstreams_parameters_and_outputs(upstream):

@@ -13,9 +13,9 @@ import torch
 from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 from torch import nn
 
-from diffusion_policy.common import checkpoint_io
 from diffusion_policy.model.diffusion.mip_networks import ChiTransformer, ChiUnet, ResidualMLP, StateEncoder
 from diffusion_policy.scripts import eval as eval_script
+from diffusion_policy.storage import checkpoint_io
 from idp_workspace import edm
 from idp_workspace.policy import (
     ConsistencyPolicy,

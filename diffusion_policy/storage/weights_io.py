@@ -1,6 +1,6 @@
-"""Exported weights: a folder with `model.safetensors`, the policy's parameters, and `config.json`, all that is needed to build it.
+"""Exported weights: a folder with `model.safetensors` (the policy's parameters) and `config.json` (how to build it).
 
-Neither file can hold code. What a robot needs and nothing else: no optimiser, no raw weights beside the averaged ones.
+Neither file can hold code. The folder has what a robot needs and no more: no optimiser state, no second set of weights.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 import safetensors
 import safetensors.torch
 
-from diffusion_policy.common import checkpoint_io
 from diffusion_policy.common.errors import CheckpointError
+from diffusion_policy.storage import atomic, checkpoint_io
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 
 
 def acting_weights(payload: dict[str, Any]) -> str:
-    """The name of the weights that are meant to act: the averaged ones if the run kept an average."""
+    """The name of the weights to act with: the averaged ones if the run kept an average."""
     training = payload["cfg"].get("training")
     use_ema = isinstance(training, dict) and training.get("use_ema", False)
     name = "ema_model" if use_ema else "model"
@@ -37,10 +37,10 @@ def write(payload: dict[str, Any], folder: str | os.PathLike) -> pathlib.Path:
     """Export the weights of a loaded checkpoint; returns the folder."""
     folder = pathlib.Path(folder)
     name = acting_weights(payload)
-    # Each tensor on its own: the format does not know two names for one.
+    # Clone each tensor: the format does not allow two names for one.
     tensors = {key: value.clone().contiguous() for key, value in payload["state_dicts"][name].items()}
     data = safetensors.torch.save(tensors)
-    checkpoint_io.write_atomically(folder / WEIGHTS, lambda file: file.write(data))
+    atomic.write_atomically(folder / WEIGHTS, lambda file: file.write(data))
     about = {
         "format": checkpoint_io.FORMAT,
         "weights": name,
@@ -50,12 +50,12 @@ def write(payload: dict[str, Any], folder: str | os.PathLike) -> pathlib.Path:
         "versions": checkpoint_io.versions(),
     }
     # Last, so that a folder with a config is complete.
-    checkpoint_io.write_atomically(folder / CONFIG, lambda file: file.write(json.dumps(about, indent=2).encode()))
+    atomic.write_text(folder / CONFIG, json.dumps(about, indent=2))
     return folder
 
 
 def read(folder: pathlib.Path) -> dict[str, Any]:
-    """The payload of an exported folder, in the shape of a checkpoint's."""
+    """The payload of an exported folder, with the keys of a checkpoint's."""
     for name in (WEIGHTS, CONFIG):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} is not a folder of exported weights: it has no {name}")
@@ -64,7 +64,7 @@ def read(folder: pathlib.Path) -> dict[str, Any]:
         data = (folder / WEIGHTS).read_bytes()
         if hashlib.sha256(data).hexdigest() != about["sha256"]:
             raise CheckpointError(
-                f"{folder / WEIGHTS} is damaged, or does not belong to the {CONFIG} beside it: another checksum"
+                f"{folder / WEIGHTS} has another checksum than {CONFIG} says: it is damaged or of another export"
             )
         tensors = safetensors.torch.load(data)
         return {

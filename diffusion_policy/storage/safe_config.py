@@ -1,8 +1,8 @@
 """Which classes a config from a file may name.
 
-A `_target_` is a call: instantiating a config that came inside a checkpoint would let whoever made the file call anything that Python
-can import. So its targets are resolved here first, and only classes of known packages pass. The config a user writes, or passes on the
-command line, is theirs and is not restricted.
+A `_target_` is a call: building the config inside a checkpoint would let the author of the file call anything that
+Python can import. Its targets are therefore resolved here first, and only classes of known packages pass. The config
+that a user writes or passes on the command line is not restricted.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from diffusion_policy.common.errors import CheckpointError
 
-#: Installed packages that extend this one say so by an entry point of this group; all of their classes may be built, as may our own.
+#: Plugins register with an entry point of this group; their classes may be built, like those of this package.
 PLUGINS = "diffusion_policy.plugins"
-#: More packages can be named, separated by commas, in this environment variable.
+#: Environment variable with further packages, separated by commas.
 VARIABLE = "DIFFUSION_POLICY_ALLOWED_PACKAGES"
 #: Parts of libraries whose classes may be built.
 LIBRARIES = ("torch.nn", "torch.optim", "diffusers.schedulers")
@@ -32,7 +32,7 @@ FUNCTIONS = ("diffusion_policy.model.vision.model_getter.get_resnet",)
 def checked_config(cfg: Any, where: str) -> dict[str, Any]:
     """`cfg` with its interpolations resolved, if every `_target_` in it is allowed; raises CheckpointError."""
     try:
-        resolved = OmegaConf.to_container(OmegaConf.create(cfg), resolve=True)
+        resolved: Any = OmegaConf.to_container(OmegaConf.create(cfg), resolve=True)
     except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"the config in {where} cannot be read: {error}") from error
     _check(resolved, where, "")
@@ -49,16 +49,16 @@ def _check(node: Any, where: str, path: str) -> None:
         for number, child in enumerate(node):
             _check(child, where, f"{path}[{number}]")
     elif isinstance(node, str) and "${" in node:
-        # An escaped interpolation: harmless now, resolved when the config is used.
+        # An escaped interpolation: harmless here, but resolved when the config is used.
         raise CheckpointError(f"the config in {where} hides an interpolation at {path}: {node!r}")
 
 
 def _check_target(target: Any, where: str, path: str) -> None:
     if not isinstance(target, str) or not _allowed(target):
         raise CheckpointError(
-            f"the config in {where} names {target!r} (at {path or 'its top'}), which is not among the packages that a file may use "
-            f"({', '.join((*_packages(), *LIBRARIES))}). If you trust where the file comes from, pass --trust-checkpoint, or allow "
-            f"your own package for good: export {VARIABLE}=name_of_the_package"
+            f"the config in {where} names {target!r} (at {path or 'its top'}), which is not in a package that a file "
+            f"may use ({', '.join((*_packages(), *LIBRARIES))}). If you trust the source of the file, pass "
+            f"--trust-checkpoint, or allow your own package permanently: export {VARIABLE}=name_of_the_package"
         )
 
 
@@ -77,10 +77,10 @@ def _inside(name: str, packages: tuple[str, ...]) -> bool:
 
 
 def _allowed(target: str) -> bool:
-    """A class that lives where its name says. Its module is imported only if that is in an allowed place.
+    """Whether `target` is a class defined in an allowed package. Its module is imported only if the name is allowed.
 
-    A module's name leads to everything it has imported (`diffusion_policy.x.os.system`), hence the look at where the class is from; and
-    functions may do anything with their arguments, hence classes only.
+    A module exposes everything it has imported (`diffusion_policy.x.os.system`), so the defining module is checked as
+    well. Functions may do anything with their arguments, so only classes pass.
     """
     if target in FUNCTIONS:
         return True

@@ -1,0 +1,33 @@
+"""Numbers that the training loop computes at the end of an epoch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import mse_loss
+
+from diffusion_policy.common.batch_stream import BatchStream
+from diffusion_policy.common.pytorch_util import dict_apply
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    return dict_apply(batch, lambda x: x.to(device, non_blocking=True))
+
+
+def validation_loss(policy: Any, stream: BatchStream, device: torch.device, max_batches: int | None) -> float:
+    """Mean loss over one pass, or over its first `max_batches` batches."""
+    count = min(stream.batches_per_pass, max_batches or stream.batches_per_pass)
+    losses = [policy.compute_loss(to_device(stream.batch(i), device)).item() for i in range(count)]
+    return sum(losses) / len(losses)
+
+
+def action_error(policy: Any, stream: BatchStream, device: torch.device) -> float:
+    """Mean squared error, in the dataset's units, of the actions predicted for the first batch."""
+    batch = to_device(stream.batch(0), device)
+    obs = batch["obs"] if isinstance(batch["obs"], dict) else {"obs": batch["obs"]}
+    prediction, target = policy.predict_action(obs)["action_pred"], batch["action"]
+    if prediction.shape[1] != target.shape[1]:  # the policy predicts only the steps it executes
+        first = policy.n_obs_steps - 1 if getattr(policy, "oa_step_convention", True) else policy.n_obs_steps
+        target = target[:, first : first + prediction.shape[1]]
+    return mse_loss(prediction, target).item()

@@ -1,0 +1,179 @@
+"""The folder of a run: its lock, the checkpoints to resume from, its log, and the summary at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig
+
+from diffusion_policy.common.errors import CheckpointError, ConfigError, StorageError
+from diffusion_policy.common.plot_util import plot_learning_curve
+from diffusion_policy.storage import atomic, checkpoint_io
+from diffusion_policy.workspace.console import say
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+log = logging.getLogger(__name__)
+
+LOG = "logs.json.txt"
+#: MIP's protocol reports the best evaluation and the mean of the last five, DP3's the mean of the five best.
+EVALUATIONS = 5
+
+
+@contextlib.contextmanager
+def locked(folder: pathlib.Path) -> Iterator[None]:
+    """Lock a run folder while this process uses it. A second run there would overwrite the files of the first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if fcntl is None:
+        yield
+        return
+    with open(folder / ".lock", "a") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system however the process ends
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another process is training in {folder}: stop it first, or choose another hydra.run.dir"
+            ) from error
+        except OSError as error:
+            log.warning("%s cannot be locked (%s): make sure that no other run uses it", folder, error)
+        yield
+
+
+# ---------------------------------------------------------------------- resuming
+def find_checkpoints(latest: pathlib.Path, settings: DictConfig, resume: bool) -> list[pathlib.Path]:
+    """Checkpoints of an earlier run, `latest` first and then by age. Removes files that a killed run left half-written.
+
+    settings: the section `checkpoint` of the config.
+    """
+    if settings.get("save_last_snapshot") or not settings.get("save_last_ckpt", True):
+        raise ConfigError(
+            "checkpoint.save_last_snapshot=true (a pickle of the whole program) is not supported, and the last "
+            "checkpoint, from which a run resumes, is always written: leave save_last_snapshot false and "
+            "save_last_ckpt true"
+        )
+    for folder in (latest.parent, latest.parent.parent):
+        atomic.remove_leftovers(folder)
+    found = sorted(latest.parent.glob("*.ckpt"), key=lambda path: (path == latest, path.stat().st_mtime), reverse=True)
+    if found and not resume:
+        raise ConfigError(
+            f"{latest.parent.parent} already holds a run: set training.resume=true to continue it, or choose another "
+            "hydra.run.dir"
+        )
+    return found
+
+
+def load_first_readable(checkpoints: list[pathlib.Path]) -> tuple[pathlib.Path, dict[str, Any]]:
+    """The first checkpoint that can be read, and its payload. Damaged ones are renamed to *.damaged."""
+    for path in checkpoints:
+        try:
+            return path, checkpoint_io.load(path, check_config=False)
+        except CheckpointError as error:
+            log.warning("%s. Trying an earlier checkpoint; this one is kept as %s.damaged", error, path.name)
+            os.replace(path, path.with_name(f"{path.name}.damaged"))
+    raise CheckpointError(
+        f"none of the checkpoints in {checkpoints[0].parent} can be read; they are kept there as *.damaged. To train "
+        "from the beginning, choose another hydra.run.dir"
+    )
+
+
+def drop_log_after(path: pathlib.Path, step: int) -> None:
+    """Remove records that a killed run logged after its last checkpoint, so that no step is logged twice."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line).get("global_step", -1) < step:
+                kept.append(line)
+        except json.JSONDecodeError:
+            break  # the half-written last line of a killed run
+    atomic.write_text(path, "".join(f"{line}\n" for line in kept))
+
+
+def report_changes(before: Any, now: Any) -> None:
+    """Log which settings of a resumed run differ from those it was started with."""
+    old, new = _flat(before), _flat(now)
+    changed = [
+        key
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not key.startswith(("training.resume", "logging", "multi_run"))
+    ]
+    if changed:
+        changes = ", ".join(f"{key} {old.get(key)} -> {new.get(key)}" for key in changed)
+        log.warning("resuming with changed settings: %s", changes)
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    if not isinstance(value, dict):
+        return {prefix: value}
+    return {
+        key: leaf
+        for name, child in value.items()
+        for key, leaf in _flat(child, f"{prefix}.{name}" if prefix else name).items()
+    }
+
+
+def continue_command(folder: pathlib.Path) -> str:
+    """The command line that continues this run."""
+    arguments = [argument for argument in sys.argv if not argument.startswith(("training.resume=", "hydra.run.dir="))]
+    return f"python {' '.join(arguments)} training.resume=true hydra.run.dir={folder}"
+
+
+# ---------------------------------------------------------------------- the end of a run
+def storage_error(error: OSError, folder: pathlib.Path, step: int) -> StorageError | None:
+    """A message on how to continue, if `error` is a full disk or a failed write; else None."""
+    if isinstance(error, StorageError):
+        what = str(error)
+    elif error.errno in atomic.FULL_DISK:
+        what = f"{error.filename or folder}: {atomic.reason(error)}"
+    else:
+        return None
+    return StorageError(
+        f"{what}. The run stopped at step {step}; its last checkpoint is complete. Free some space, then continue "
+        f"with\n    {continue_command(folder)}"
+    )
+
+
+def write_summary(
+    folder: pathlib.Path, scores: list[float], steps: int, checkpoint: pathlib.Path, evaluable: bool
+) -> dict[str, Any]:
+    """Write summary.json and learning_curve.png, and print where everything is.
+
+    scores: test/mean_score of every evaluation. evaluable: whether the task has a simulator, which eval.py needs.
+    """
+    last, best = scores[-EVALUATIONS:], sorted(scores)[-EVALUATIONS:]
+    summary: dict[str, Any] = {
+        "score": scores[-1] if scores else None,
+        "best_score": max(scores, default=None),
+        "mean_of_last_scores": sum(last) / len(last) if last else None,
+        "mean_of_best_scores": sum(best) / len(best) if best else None,
+        "evaluations": len(scores),
+        "steps": steps,
+        "checkpoint": str(checkpoint),
+        "videos": sorted(str(path) for path in (folder / "media").glob("*.mp4")),
+        "learning_curve": str(plot_learning_curve(folder / LOG, folder / "learning_curve.png")),
+    }
+    atomic.write_text(folder / "summary.json", json.dumps(summary, indent=2))
+    if scores:
+        say(
+            f"score {summary['score']:.3f} (best {summary['best_score']:.3f}, mean of the last {len(last)} evaluations "
+            f"{summary['mean_of_last_scores']:.3f}, of the best {len(best)} {summary['mean_of_best_scores']:.3f})"
+        )
+    say(f"checkpoint      {checkpoint}")
+    if summary["videos"]:
+        say(f"rollout video   {summary['videos'][-1]}")
+    say(f"learning curve  {summary['learning_curve']}")
+    if evaluable:
+        say(f"next            python eval.py --checkpoint {checkpoint}")
+    return summary
