@@ -1,4 +1,4 @@
-"""Packages: the namespace package diffusion_policy, idp_workspace, and the configurations as diffusion_policy/config."""
+"""Packages: diffusion_policy (a namespace package), idp_workspace, and the configs as diffusion_policy.config."""
 
 import pathlib
 

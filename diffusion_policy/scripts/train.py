@@ -130,7 +130,7 @@ def main() -> None:
     known, others = parser.parse_known_args()
     folders = [known.config_dir] if known.config_dir else []
     if known.help or len(sys.argv) == 1:
-        print(help_text(folders))
+        print(help_text(folders), end="")
         return
     elsewhere = folders or known.config_path or any("hydra.searchpath" in argument for argument in others)
     if not elsewhere and (problem := misspelt(known.config_name, others)):

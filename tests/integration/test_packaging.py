@@ -62,7 +62,7 @@ def test_it_trains_from_elsewhere(wheel, tmp_path):
             sys.executable,
             "-c",
             code,
-            "--config-name=train_idp_mlp_lowdim",
+            "--config-name=train_regression_mlp_lowdim",  # a name that only the grid has
             "preset=debug",
             "task.dataset.zarr_path=pusht.zarr",
             "task.env_runner.n_test_vis=0",
