@@ -52,8 +52,7 @@ def interleaved(
 ) -> dict[str, Times]:
     """Time the tasks in turn, A, B, A, B, ..., so that other load affects all of them.
 
-    Args:
-        repeats: how often a task is called in each round; the round's time is that of the median call.
+    A task is called `repeats` times (by default once) per round; the round's time is that of the median call.
     """
     repeats = repeats or {}
     times = {name: Times() for name in tasks}

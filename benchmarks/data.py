@@ -37,8 +37,7 @@ def write_robomimic(
 ) -> pathlib.Path:
     """Write a dataset with the keys of robomimic's image tasks and random values.
 
-    Args:
-        storage: arguments of h5py's create_dataset.
+    `storage` are arguments of h5py's create_dataset.
     """
     import h5py
 

@@ -1,4 +1,4 @@
-"""What is fuzzed. A target makes its good inputs once; then, for each case,
+"""The fuzz targets. A target makes its valid inputs once, and has these methods.
 
 inputs(seed, start, stop, use)   calls use(number, value) for the values of (seed, number)
 check(value) -> outcome          'read', or the name of a clear error; raises for anything else

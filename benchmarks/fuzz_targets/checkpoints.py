@@ -153,8 +153,7 @@ class CheckpointTarget(FileTarget):
                     {**self.raw, "attributes": {"x": Creates(self.canary)}}, out, _use_new_zipfile_serialization=False
                 )
                 return out.getvalue()
-        data = pickle.dumps({**_plain(self.raw, tensors=False), "x": Creates(self.canary)})
-        return data
+        return pickle.dumps({**_plain(self.raw, tensors=False), "x": Creates(self.canary)})
 
     def _whole(self, rng) -> bytes:
         """Write something else with torch.save, or no torch file at all."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -109,7 +110,7 @@ class ZarrTarget(FileTarget):
         for name, arguments in {
             "default": {},
             "disk": {"compressors": "disk", "chunks": {"action": (10, 2), "state": (10, 5)}},
-            "none": {"compressors": {key: None for key in self.good.keys()}},
+            "none": {"compressors": dict.fromkeys(self.good.keys())},
             "zlib": {"compressors": numcodecs.Zlib(1)},
             "zstd": {"compressors": numcodecs.Zstd(1)},
             "lz4": {"compressors": numcodecs.LZ4()},
@@ -174,10 +175,8 @@ class ZarrTarget(FileTarget):
                 entries[name], entries[other] = entries[other], entries[name]
             case 7 | 8 if metadata:
                 name = pick(rng, metadata)
-                try:
+                with contextlib.suppress(ValueError, RecursionError):  # it was damaged before
                     entries[name] = mutate_json(rng, entries[name])
-                except (ValueError, RecursionError):  # it was damaged before
-                    pass
             case 9 | 10 if metadata:
                 self._semantic(rng, entries, pick(rng, metadata))
             case 11:
@@ -187,10 +186,8 @@ class ZarrTarget(FileTarget):
                 if chunks:
                     entries[pick(rng, chunks)] = self._bomb(rng)
             case 13 if ".zattrs" in names:
-                try:
+                with contextlib.suppress(ValueError, RecursionError):
                     entries[".zattrs"] = mutate_json(rng, entries[".zattrs"])
-                except (ValueError, RecursionError):
-                    pass
         return entries
 
     def _semantic(self, rng, entries, name):

@@ -27,7 +27,7 @@ class _BaseDataset(Dataset):
         raise NotImplementedError
 
     def get_all_actions(self) -> torch.Tensor:
-        """(steps, Da)"""
+        """(steps, Da)."""
         raise NotImplementedError
 
     def __len__(self) -> int:
@@ -85,7 +85,7 @@ class WindowedDataset(Dataset):
         self._set_episodes(self.train_mask)
 
     def _make_steps(self, replay_buffer: ReplayBuffer) -> dict[str, torch.Tensor]:
-        """{field: (steps, ...) tensor}"""
+        """{field: (steps, ...) tensor}."""
         raise NotImplementedError
 
     def _to_sample(self, batch: dict[str, torch.Tensor]) -> dict:
@@ -121,7 +121,7 @@ class WindowedDataset(Dataset):
         return normalizer
 
     def get_all_actions(self) -> torch.Tensor:
-        """(steps, Da)"""
+        """(steps, Da)."""
         return self.steps["action"]
 
     def __len__(self) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 from diffusion_policy.common.arm_actions import ARM_DIM, decode_rotations
 from diffusion_policy.common.errors import ConfigError, DataError
 from diffusion_policy.env.robomimic.robosuite_task import RobosuiteTask, check_env_args, import_robosuite
-from diffusion_policy.env.robomimic.starts import recorded_start  # type: ignore[attr-defined]  # a folder has its name
+from diffusion_policy.env.robomimic.starts import recorded_start
 from diffusion_policy.env_runner.rollout import RolloutRunner
 from diffusion_policy.model.common.rotation_transformer import RotationTransformer
 from diffusion_policy.storage.hdf5_reader import read_demos
@@ -97,7 +97,7 @@ class RobomimicRunner(RolloutRunner):
         return None if state is None else {"state": state}
 
     def env_action(self, action: np.ndarray) -> np.ndarray:
-        """(N, Ta, Da) -> (N, Ta, 7 per arm)"""
+        """(N, Ta, Da) -> (N, Ta, 7 per arm)."""
         each = ROTATION_6D_DIM if self.rotation_transformer is not None else ARM_DIM
         if action.shape[-1] != each * self.n_arms:
             raise ConfigError(

@@ -77,13 +77,13 @@ class PointCloudGenerator:
         return self._draw(renderer)
 
     def image(self) -> np.ndarray:
-        """(H, W, 3) uint8"""
+        """(H, W, 3) uint8."""
         renderer = self._own_renderer()
         renderer.disable_depth_rendering()
         return self._draw(renderer)
 
     def point_cloud(self, view: View, count: int) -> np.ndarray:
-        """(count, 3) float32"""
+        """(count, 3) float32."""
         points, _ = points_in_view(self.depth(), self.fovy, view)
         return points[farthest_points(points, count)]
 

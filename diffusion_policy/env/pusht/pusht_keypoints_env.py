@@ -88,7 +88,7 @@ class PushTKeypointsEnv(PushTEnv):
 
     @classmethod
     def genenerate_keypoint_manager_params(cls) -> dict[str, Any]:
-        """Keyword arguments for the constructor: keypoints in body frames, and their colours. (Upstream's spelling.)"""
+        """Keyword arguments for the constructor: keypoints in body frames, and their colours; upstream's spelling."""
         return {
             "local_keypoint_map": {"block": BLOCK_KEYPOINTS.copy(), "agent": AGENT_KEYPOINTS.copy()},
             "color_map": dict(COLORS),

@@ -170,7 +170,7 @@ class RobosuiteTask:
         return self.get_observation()  # a second time, because poses relative to the hand lag by one observation
 
     def step(self, action: np.ndarray) -> tuple[dict[str, np.ndarray], float, bool, dict[str, Any]]:
-        """action (Da,) -> observation, reward 1 or 0, False, info"""
+        """action (Da,) -> observation, reward 1 or 0, False, info."""
         action = np.asarray(action, dtype=np.float64)
         if action.shape != (self.action_dimension,):
             raise ConfigError(f"{self.name} takes actions of {self.action_dimension} numbers, got {action.shape}.")
@@ -196,12 +196,12 @@ class RobosuiteTask:
     def render(
         self, mode: str = "rgb_array", height: int = 84, width: int = 84, camera_name: str = "agentview"
     ) -> np.ndarray:
-        """(height, width, 3) uint8"""
+        """(height, width, 3) uint8."""
         self._use_own_context()
         return self.env.sim.render(height=height, width=width, camera_name=camera_name)[::-1]
 
     def get_state(self) -> dict[str, np.ndarray]:
-        """{'states': (n,) flat state of the simulator}"""
+        """{'states': (n,) flat state of the simulator}."""
         return {"states": np.array(self.env.sim.get_state().flatten())}
 
     def get_model(self) -> str:
@@ -209,7 +209,7 @@ class RobosuiteTask:
         return self.env.sim.model.get_xml()
 
     def is_success(self) -> dict[str, bool]:
-        """{'task': whether the task is solved}"""
+        """{'task': whether the task is solved}."""
         return {"task": bool(self.env._check_success())}
 
     @property

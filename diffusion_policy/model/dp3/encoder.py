@@ -93,5 +93,5 @@ class DP3Encoder(ModuleAttrMixin):
         return torch.cat([self.extractor(points), self.state_mlp(obs["agent_pos"])], dim=-1)
 
     def output_shape(self) -> tuple[int, ...]:
-        """(F,)"""
+        """(F,)."""
         return (self.output_dim,)

@@ -16,9 +16,8 @@ LAYERS = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}
 def get_resnet(name: str, weights: str | None = None, **kwargs: Any) -> ResNet:
     """Build a ResNet whose output is its features (B, 8 width); width, of the first stage, is 64 by default.
 
-    Args:
-        weights: None for random weights, or the path of a state dict of torchvision's network of that name. Nothing is
-            downloaded; `torch.save(torchvision.models.resnet18(weights="IMAGENET1K_V1").state_dict(), PATH)` writes it.
+    `weights` is None for random weights, or the path of a state dict of torchvision's network of that name. Nothing is
+    downloaded; `torch.save(torchvision.models.resnet18(weights="IMAGENET1K_V1").state_dict(), PATH)` writes it.
     """
     if name not in LAYERS:
         raise ConfigError(f"Unknown network {name!r}; use one of {', '.join(LAYERS)}.")

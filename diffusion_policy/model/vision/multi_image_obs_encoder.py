@@ -113,7 +113,7 @@ class MultiImageObsEncoder(ModuleAttrMixin):
 
     @torch.no_grad()
     def output_shape(self) -> tuple[int, ...]:
-        """(F,)"""
+        """(F,)."""
         mode = self.training
         example = {
             key: torch.zeros((1, *shape), dtype=self.dtype, device=self.device)

@@ -134,7 +134,7 @@ class ObservationEncoder(nn.Module):
         return torch.cat(features, dim=-1)
 
     def output_shape(self) -> list[int]:
-        """[F]"""
+        """[F]."""
         sizes = (
             FEATURE_DIMENSION if key in self.obs_nets else math.prod(shape) for key, shape in self.obs_shapes.items()
         )
