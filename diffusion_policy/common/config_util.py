@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ GRID = ("objective", "backbone", "modality")
 #: A choice whose comment lines contain this one is not combined with all others into config names.
 NOT_IN_GRID = "# grid: false"
 
-_OPERATORS = {
+_OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,

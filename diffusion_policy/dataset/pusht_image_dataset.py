@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import IO
 
 import numpy as np
 import torch
@@ -83,7 +83,7 @@ def drawn_frames(path: str, states: np.ndarray) -> FileFrames | MemoryFrames:
     file = f"{os.fspath(path).rstrip(os.sep)}.img{SIZE}-{checksum}.npy"
     ends = np.stack(list(draw(states[[0, -1]])))
 
-    def write(out: BinaryIO) -> None:
+    def write(out: IO[bytes]) -> None:
         bar = tqdm(
             draw(states),
             total=len(states),

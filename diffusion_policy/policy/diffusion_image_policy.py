@@ -35,7 +35,7 @@ class DiffusionImagePolicy(DiffusionBasePolicy, BaseImagePolicy):
             model,
             noise_scheduler,
             horizon,
-            obs_encoder.output_shape()[0],
+            obs_encoder.output_shape()[0],  # type: ignore[operator]
             action_width(shape_meta),
             n_action_steps,
             n_obs_steps,

@@ -92,6 +92,6 @@ class DiffusionTransformerHybridImagePolicy(DiffusionImagePolicy):
         betas: tuple[float, float],
     ) -> torch.optim.Optimizer:
         """AdamW on three groups: the transformer's decaying weights, its other parameters, and the encoder."""
-        groups = self.model.get_optim_groups(weight_decay=transformer_weight_decay)
+        groups = self.model.get_optim_groups(weight_decay=transformer_weight_decay)  # type: ignore[operator]
         groups.append({"params": list(self.obs_encoder.parameters()), "weight_decay": obs_encoder_weight_decay})
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=tuple(betas))
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=tuple(betas))  # type: ignore[arg-type]

@@ -52,6 +52,6 @@ class DiffusionTransformerLowdimPolicy(DiffusionLowdimPolicy):
     def get_optimizer(
         self, weight_decay: float, learning_rate: float, betas: tuple[float, float]
     ) -> torch.optim.Optimizer:
-        return self.model.configure_optimizers(
+        return self.model.configure_optimizers(  # type: ignore[operator]
             learning_rate=learning_rate, weight_decay=weight_decay, betas=tuple(betas)
         )

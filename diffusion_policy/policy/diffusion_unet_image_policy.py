@@ -32,7 +32,8 @@ class DiffusionUnetImagePolicy(DiffusionImagePolicy):
         cond_predict_scale: bool = True,
         **kwargs,
     ):
-        action_dim, features = action_width(shape_meta), obs_encoder.output_shape()[0]
+        action_dim = action_width(shape_meta)
+        features = obs_encoder.output_shape()[0]  # type: ignore[operator]
         model = ConditionalUnet1D(
             input_dim=action_dim if obs_as_global_cond else action_dim + features,
             global_cond_dim=n_obs_steps * features if obs_as_global_cond else None,

@@ -16,6 +16,7 @@ class TrainingHooks(Protocol):
 
     def set_progress(self, fraction: float) -> None:
         """Receive the share of training that is done, in [0, 1]; called before every step and every evaluation."""
+        return
 
     def metrics(self) -> dict[str, float]:
         """Numbers about the last batch to write to the log; called at the log interval."""
@@ -23,6 +24,7 @@ class TrainingHooks(Protocol):
 
     def on_train_start(self) -> None:
         """Load what only training needs, such as a teacher; called once, after set_normalizer."""
+        return
 
 
 def provide_hooks(policy: nn.Module) -> None:

@@ -36,7 +36,7 @@ FIRST_SEED = 200000  # not used by the demonstrations (0 to 205) nor by the held
 class Episode:
     """One attempt: the environment, its recorded steps, and the last observations for the policy."""
 
-    def __init__(self, seed: int, policy: torch.nn.Module):
+    def __init__(self, seed: int, policy: Any):
         self.seed, self.policy = seed, policy
         self.env = PushTKeypointsEnv()
         self.record: dict[str, list[np.ndarray]] = {"state": [], "keypoint": [], "action": []}
@@ -65,7 +65,7 @@ class Episode:
 
 @torch.no_grad()
 def collect(
-    policies: list[torch.nn.Module],
+    policies: list[Any],
     n_episodes: int,
     first_seed: int,
     max_steps: int,

@@ -20,6 +20,7 @@ import os
 import pathlib
 import shutil
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -44,8 +45,8 @@ def make_env(suite: str, task: str, num_points: int, expert: str | None) -> tupl
     if suite == "metaworld":
         env = metaworld.MetaWorldEnv(task, num_points, terminate_on_success=False)
         return env, metaworld.expert_policy(task)
-    env = adroit.AdroitEnv(task, num_points)
-    return env, adroit.DAPGExpert(expert, env)
+    hand = adroit.AdroitEnv(task, num_points)
+    return hand, adroit.DAPGExpert(str(expert), hand)
 
 
 def record(
@@ -140,7 +141,7 @@ def generate(
     zarr.open_group(str(output), mode="r+").attrs.update(
         {
             "description": f"{task} ({suite}), episodes of an expert that succeeded",
-            "expert": {
+            "expert": {  # type: ignore[dict-item]
                 "source": source,
                 "attempts": tried,
                 "successes": len(kept),
@@ -165,6 +166,11 @@ def _open_parts(output: pathlib.Path, settings: dict) -> pathlib.Path:
     return parts
 
 
+#: In a worker: how to make the environment, and the environment with its expert once it is needed.
+_make: Callable[[], tuple[Any, Any]]
+_env: tuple[Any, Any] | None = None
+
+
 def _start(suite: str, task: str, num_points: int, expert: str | None) -> None:
     global _make
     _make = functools.partial(make_env, suite, task, num_points, expert)
@@ -176,12 +182,12 @@ def _episode(seed: int, parts: str, max_steps: int, min_success_steps: int, stop
     done, failed = pathlib.Path(parts) / f"{seed}.npz", pathlib.Path(parts) / f"{seed}.failed"
     if done.exists() or failed.exists():
         return done.exists()
-    if "_env" not in globals():  # not in _start, where an error would only read "the pool is broken"
+    if _env is None:  # not in _start, where an error would only read "the pool is broken"
         _env = _make()
-    success, steps = record(*_env, seed, max_steps, min_success_steps, stop_after)
-    write_atomically(
-        done if success else failed, (lambda file: np.savez(file, **steps)) if success else (lambda file: None)
-    )
+    env, expert = _env
+    success, steps = record(env, expert, seed, max_steps, min_success_steps, stop_after)
+    arrays: dict[str, Any] = steps if success else {}
+    write_atomically(done if success else failed, lambda file: np.savez(file, **arrays) if success else None)
     return success
 
 

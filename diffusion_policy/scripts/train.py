@@ -96,9 +96,9 @@ def misspelt(name: str | None, overrides: Sequence[str]) -> str | None:
     for override in overrides:
         # Sweeps (a,b), packages (group@package) and additions (+group) are left to Hydra.
         match = re.fullmatch(r"(\w+)=([\w-]+)", override)
-        if match and match[1] in groups() and match[2] != "null":
-            if problem := nearest(match[1], match[2], choices(match[1])):
-                return problem
+        known = match and match[1] in groups() and match[2] != "null"
+        if match and known and (problem := nearest(match[1], match[2], choices(match[1]))):
+            return problem
     return None
 
 

@@ -414,12 +414,15 @@ METHODS = sorted({name.removeprefix("train_").rsplit("_", 2)[0] for name in IMAG
 
 def test_robomimic_s_tasks_have_the_protocol_s_values():
     dims = {"lift": 19, "can": 23, "square": 23, "tool_hang": 53, "transport": 59}
-    assert ROBOMIMIC == sorted(
-        f"{task}_{kind}_{obs}"
-        for task in dims
-        for kind in ("ph", "mh")
-        for obs in ("lowdim", "image")
-        if (task, kind) != ("tool_hang", "mh")
+    assert (
+        sorted(
+            f"{task}_{kind}_{obs}"
+            for task in dims
+            for kind in ("ph", "mh")
+            for obs in ("lowdim", "image")
+            if (task, kind) != ("tool_hang", "mh")
+        )
+        == ROBOMIMIC
     )
     for name in ROBOMIMIC:
         task, kind, obs = name.rsplit("_", 2)

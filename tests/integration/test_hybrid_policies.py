@@ -1,4 +1,6 @@
-"""Diffusion policies on images, the hybrid ones with robomimic's encoder; their configurations, and other objectives in their place."""
+"""Diffusion policies on images, the hybrid ones with robomimic's encoder; their configurations, and other objectives
+in their place.
+"""
 
 import copy
 import json
@@ -361,7 +363,9 @@ def test_a_crop_that_is_fixed_in_evaluation_makes_predictions_repeatable():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_learns_one_batch_by_heart(kind):
-    """The action is told by the image alone, never by the noisy action: the error of a policy that sees nothing is the variance."""
+    """The action is told by the image alone, never by the noisy action: the error of a policy that sees nothing is the
+    variance.
+    """
     scheduler = ddpm(
         prediction_type="sample", num_train_timesteps=4, beta_schedule="linear", beta_start=0.99, beta_end=0.999
     )
@@ -585,7 +589,9 @@ def test_a_swapped_policy_has_upstream_s_networks(kind, options):
 
 
 def test_building_draws_no_numbers_but_for_the_weights():
-    """A look at the sizes passes through the encoder, whose crops are random even in evaluation without eval_fixed_crop."""
+    """A look at the sizes passes through the encoder, whose crops are random even in evaluation without
+    eval_fixed_crop.
+    """
     build("unet", eval_fixed_crop=False)
     expected = torch.rand(1)
     torch.manual_seed(0)

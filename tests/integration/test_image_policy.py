@@ -1,4 +1,6 @@
-"""Policies that observe images: every objective and backbone, what they accept and refuse; the images of PushT and where they come from."""
+"""Policies that observe images: every objective and backbone, what they accept and refuse; the images of PushT and
+where they come from.
+"""
 
 import copy
 import logging
@@ -391,7 +393,7 @@ def test_missing_images_are_drawn_once_as_the_environment_shows_them(states_only
 
 def test_frames_of_a_rollout_are_drawn_from_its_states():
     env, rng = PushTImageEnv(), np.random.default_rng(0)
-    env.reset(seed=3)
+    _, info = env.reset(seed=3)
     states, frames = [], []
     for _ in range(25):
         obs, _, _, _, info = env.step(

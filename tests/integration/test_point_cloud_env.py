@@ -1,5 +1,4 @@
 """MetaWorld and Adroit through point clouds: views, starts, success, experts, demonstrations, rollouts, errors."""
-# ruff: noqa: E402  the project's imports follow the check of optional packages
 
 import importlib.util
 import json

@@ -233,7 +233,7 @@ def test_progress_is_reported_and_keeps_a_slow_reading_alive(path):
         (
             meta(size=84),
             {},
-            r"data/demo_0/obs/agentview_image holds steps of shape \(8, 8, 3\), uint8, but images of shape \(84, 84, 3\)",
+            r"agentview_image holds steps of shape \(8, 8, 3\), uint8, but images of shape \(84, 84, 3\)",
         ),
         (
             meta(robot0_gripper_qpos={"shape": [3]}),

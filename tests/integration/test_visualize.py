@@ -116,7 +116,8 @@ def test_windows_of_the_batch():
 def test_log_is_read_up_to_a_line_that_is_being_written(tmp_path):
     log = tmp_path / "logs.json.txt"
     log.write_text(
-        '{"global_step": 0, "train_loss": 1}\n{"global_step": 1, "m_mean": 0.5}\n{"global_step": 2, "m_mean": NaN}\n{"global_st'
+        '{"global_step": 0, "train_loss": 1}\n{"global_step": 1, "m_mean": 0.5}\n'
+        '{"global_step": 2, "m_mean": NaN}\n{"global_st'
     )
     assert visualize.read_log(log) == {"m_mean": ([1], [0.5])}
     assert visualize.read_log(tmp_path / "none") == {}

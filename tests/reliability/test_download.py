@@ -30,18 +30,21 @@ class Server(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         body = self.files.get(self.path)
         if body is None:
-            return self.send_error(404)
+            self.send_error(404)
+            return
         if isinstance(body, tuple):  # (address, sha256): redirected, as by Hugging Face
             self.send_response(302)
             self.send_header("Location", body[0])
             self.send_header("X-Linked-Etag", f'"{body[1]}"')
             self.send_header("Content-Length", "0")
-            return self.end_headers()
+            self.end_headers()
+            return
         start = re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))
         start = int(start[1]) if start and self.ranges else 0
         self.seen.append(start)
         if start and start >= len(body):
-            return self.send_error(416)
+            self.send_error(416)
+            return
         self.send_response(206 if start else 200)
         self.send_header("Content-Length", str(len(body) - start))
         self.end_headers()

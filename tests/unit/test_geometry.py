@@ -25,7 +25,7 @@ def batch(b=64, f=12, h=4, d=3, seed=0):
 
 
 def two_clusters(b=128, h=2, seed=0):
-    """Dimension 0 is wide overall and tight within each of two observation clusters; dimension 1 is noise everywhere."""
+    """Dimension 0 is wide overall and tight within each of two clusters of observations; dimension 1 is noise."""
     g = torch.Generator().manual_seed(seed)
     side = torch.arange(b) % 2 * 2.0 - 1
     features = torch.stack([side, -side, torch.ones(b)], 1) + 0.01 * torch.randn(b, 3, generator=g)

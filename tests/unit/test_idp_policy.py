@@ -97,7 +97,9 @@ def batch(b=32, seed=0, value=None):
     "formula, expected", [(lambda x, t: 0 * x, 25.3086), (lambda x, t: x, 1.3086), (lambda x, t: 0 * x + 0.5, 0.0)]
 )
 def test_closed_form_values_of_the_mip_loss(formula, expected):
-    """Constant action 0.5, H = 16, D = 10, scale 0.1, t* = 0.9. A constant action has no geometry, so m = 0 with and without it."""
+    """Constant action 0.5, H = 16, D = 10, scale 0.1, t* = 0.9. A constant action has no geometry, so m = 0 with and
+    without it.
+    """
     torch.manual_seed(0)
     for geometry in (True, False):
         loss = stub_policy(formula, geometry=geometry).compute_loss(batch(b=4096, value=0.5))
@@ -204,7 +206,9 @@ def test_potential_gradient_is_the_geometry_induced_correction():
 
 
 def test_no_gradient_reaches_the_encoder_through_the_geometry():
-    """With the backbone's weights at zero the residual does not depend on the encoder; only the geometry could pass a gradient."""
+    """With the backbone's weights at zero the residual does not depend on the encoder; only the geometry could pass a
+    gradient.
+    """
     policy = make()
     for p in policy.model.parameters():
         p.data.zero_()

@@ -1,4 +1,6 @@
-"""Reference values for MIP: losses and samplers with stub networks, time embedding, schedule, windows, parameter counts."""
+"""Reference values for MIP: losses and samplers with stub networks, time embedding, schedule, windows, parameter
+counts.
+"""
 
 import math
 

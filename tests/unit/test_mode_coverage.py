@@ -1,4 +1,6 @@
-"""Past the paper: proposals from noise, weighted positives, and whether both modes of experts who disagree are reached."""
+"""Beyond the paper: proposals from noise, weighted positives, and whether both modes of experts who disagree are
+reached.
+"""
 
 import json
 
@@ -207,7 +209,9 @@ def test_weights_of_one_are_no_weights():
 
 
 def test_weight_zero_removes_a_positive():
-    """Exactly with the plain kernel; with the softmaxes, whose denominators still see it, up to the length of each sample's field."""
+    """Exactly with the plain kernel; with the softmaxes, whose denominators still see it, up to the length of each
+    sample's field.
+    """
     x, y = points()
     w = torch.tensor([1.0, 1.0, 0.0]).expand(5, 3)
     torch.testing.assert_close(

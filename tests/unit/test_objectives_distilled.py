@@ -1,4 +1,6 @@
-"""MeanFlow, OFP, consistency models and One-Step Diffusion: closed forms on networks given by a formula, teachers, chained runs."""
+"""MeanFlow, OFP, consistency models and One-Step Diffusion: closed forms on networks given by a formula, teachers,
+chained runs.
+"""
 
 import copy
 import json
@@ -135,7 +137,9 @@ def test_losses_of_edm():
 
 
 def test_heun_on_the_ode_of_gaussian_data():
-    """Data N(0, sd^2): D = x sd^2 / (sd^2 + sigma^2), and x follows sqrt(sigma^2 + sd^2). The error falls with the square of the step."""
+    """Data N(0, sd^2): D = x sd^2 / (sd^2 + sigma^2), and x follows sqrt(sigma^2 + sd^2). The error falls with the
+    square of the step.
+    """
     sd, x = 0.5, torch.ones(1, 1, 1, dtype=torch.float64)
     ideal = lambda x, sigma: x * (sd**2 / (sd**2 + sigma**2))[:, None, None]
     exact = ((0.1**2 + sd**2) / (2.0**2 + sd**2)) ** 0.5
@@ -354,7 +358,8 @@ def test_ofp_of_one_point():
 
 
 def test_consistency_of_ofp():
-    """u = 0.7 and its average 0.2. At the end of training (rho = 0) the target is the average's own jump; at any time it is
+    """u = 0.7 and its average 0.2. At the end of training (rho = 0) the target is the average's own jump; at any time
+    it is
     ((m - s)(a - eps) + 0.2 (t - m)) / (t - s)."""
     policy = stub_policy(OFPPolicy, lambda x, s, t, c: 0 * x + 0.7)
     policy.target.generator.model.formula = lambda x, s, t, c: 0 * x + 0.2
@@ -375,7 +380,7 @@ def test_consistency_of_ofp():
 
 
 def test_guidance_of_ofp():
-    """An average that answers with the mean of the condition: g is that mean, the term its square, the gradient -2 g."""
+    """An average that returns the mean of the condition: g is that mean, the term its square, the gradient -2 g."""
     policy = stub_policy(OFPPolicy, lambda x, s, t, c: x)
     policy.target.generator.model.formula = lambda x, s, t, c: 0 * x + c.mean(dim=(1, 2), keepdim=True)
     y = torch.zeros(1, H, D, requires_grad=True)
@@ -434,7 +439,7 @@ def test_warm_start_of_ofp():
 # ---------------------------------------------------------------------- One-Step Diffusion
 @pytest.mark.parametrize("mode", ["stochastic", "deterministic"])
 def test_gradient_of_one_step_diffusion(mode, monkeypatch):
-    """d loss / d A_k = sigma_k (eps_phi - eps_psi) / numel, exactly; psi is the true noise in the deterministic mode."""
+    """d loss / d A_k = sigma_k (eps_phi - eps_psi) / numel; psi is the true noise in the deterministic mode."""
     teacher = stub_policy(DDPMPolicy, lambda x, s, t, c: 0.3 * x + 0.01 * t, noise_scheduler=scheduler())
     policy = stub_policy(
         OneStepDiffusionPolicy, lambda x, s, t, c: 0.8 * x, teacher, monkeypatch, mode=mode, noise_scheduler=scheduler()

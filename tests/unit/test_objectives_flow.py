@@ -1,4 +1,4 @@
-"""Objectives of the MIP family, flows and diffusion: closed forms, calls, gradients, and a target they must all find."""
+"""Objectives of the MIP family, flows and diffusion: closed forms, calls, gradients, and a target that all find."""
 
 import copy
 
@@ -80,7 +80,9 @@ def test_errors_and_weights():
     "steps, of_t, of_x, of_end", [(1, 0, 1, 1), (3, 1 / 3, 1.37037, 2 / 3), (9, 4 / 9, 1.58117, 5 / 9)]
 )
 def test_steps_along_a_flow(steps, of_t, of_x, of_end):
-    """Velocity t, velocity x + 1 = (1 + 1/n)^n - 1, and an average velocity equal to the end of the interval; all from zero."""
+    """Velocity t, velocity x + 1 = (1 + 1/n)^n - 1, and an average velocity equal to the end of the interval; all from
+    zero.
+    """
     zero = torch.zeros(2, H, D, dtype=torch.float64)
     assert paths.euler(lambda x, t: 0 * x + t, zero, steps).unique().item() == pytest.approx(of_t, abs=1e-12)
     assert paths.euler(lambda x, t: x + 1, zero, steps).mean().item() == pytest.approx(of_x, abs=1e-5)
@@ -267,7 +269,7 @@ def test_closed_form_losses_of_diffusion():
 @pytest.mark.parametrize("kind", [DDPMScheduler, DDIMScheduler])
 @pytest.mark.parametrize("nfe", [1, 10, 100])
 def test_the_exact_denoiser_of_one_expert_is_led_to_it(kind, nfe):
-    """Expert 0.5 everywhere: eps = (x - sqrt(abar_k) 0.5) / sqrt(1 - abar_k) with k the integer the network is given."""
+    """Expert 0.5 everywhere: eps = (x - sqrt(abar_k) 0.5) / sqrt(1 - abar_k), where the network receives integer k."""
     abar = scheduler().alphas_cumprod
     exact = lambda x, k: (x - abar[k.long()].sqrt() * 0.5) / (1 - abar[k.long()]).sqrt()
     policy = stub_policy(exact, DDPMPolicy, noise_scheduler=scheduler())
