@@ -141,14 +141,14 @@ def generate(
     zarr.open_group(str(output), mode="r+").attrs.update(
         {
             "description": f"{task} ({suite}), episodes of an expert that succeeded",
-            "expert": {  # type: ignore[dict-item]
+            "expert": {
                 "source": source,
                 "attempts": tried,
                 "successes": len(kept),
                 "success_rate": len(kept) / tried,
                 "episode_seeds": kept,
             },
-            "settings": settings,
+            "settings": settings,  # type: ignore[dict-item]
             "versions": versions(),
         }
     )
