@@ -6,6 +6,7 @@ import signal
 
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from benchmarks import fuzz
 from benchmarks.fuzz_targets import load, mutate
@@ -32,7 +33,7 @@ def test_a_case_is_made_from_its_seed_and_number_alone(target):
     if target == "hdf5":
         assert runner.rng((3, 70)).bytes(50) == runner.rng((3, 70)).bytes(50) != runner.rng((3, 71)).bytes(50)
         return
-    runner.strategy = mutate.st.lists(mutate.st.integers(), max_size=5)
+    runner.strategy = st.lists(st.integers(), max_size=5)
     seen, again = {}, {}
     runner.inputs(3, 0, 120, seen.__setitem__)
     runner.inputs(3, 70, 71, again.__setitem__)
