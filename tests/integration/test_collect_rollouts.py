@@ -47,7 +47,7 @@ def test_successes_are_kept_with_what_made_them(checkpoint, tmp_path, monkeypatc
         collect_rollouts.main(["-c", str(checkpoint), "-n", "3", "-o", str(tmp_path / "demos.zarr")])
 
 
-def test_policies_that_never_succeed_are_said(checkpoint, tmp_path):
+def test_policies_that_never_succeed_are_reported(checkpoint, tmp_path):
     with pytest.raises(SystemExit, match="none of"):
         collect_rollouts.main(
             ["-c", str(checkpoint), "-n", "1", "-o", str(tmp_path / "demos.zarr"), "--max_steps", "2"]

@@ -271,8 +271,8 @@ def test_observations(dexart, task):
     short = make(task, state_dim=31)
     assert short.reset(seed=4)[0]["agent_pos"].shape == (31,)
     np.testing.assert_array_equal(short.step(np.zeros(22))[0]["agent_pos"], obs["agent_pos"][:31])
-    picture = env.render()
-    assert picture.shape == (256, 256, 3) and picture.dtype == np.uint8 and picture[9, 9].tolist() == [255, 127, 0]
+    image = env.render()
+    assert image.shape == (256, 256, 3) and image.dtype == np.uint8 and image[9, 9].tolist() == [255, 127, 0]
     with pytest.raises(ConfigError, match=r"22 numbers, got \(7,\)"):
         env.step(np.zeros(7))
     env.close()
@@ -402,7 +402,7 @@ def test_runner(dexart, tmp_path):
         256,
         256,
         3,
-    )  # 25 steps a second, 10 pictures
+    )  # 25 steps a second, 10 images
     json.dumps(log)
     again, _, _ = run(n_envs=3, n_test_vis=0)
     assert [dict(episode, video=None) for episode in runner.episodes] == again.episodes

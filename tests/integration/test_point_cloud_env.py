@@ -108,16 +108,14 @@ def test_the_cloud_shows_the_hand_and_the_object_where_they_are_and_not_the_tabl
     assert np.all(obs["point_cloud"] > metaworld.LOW) and np.all(obs["point_cloud"] < metaworld.HIGH)
     depth = env.generator.depth()
     everything = back_project(depth, env.generator.fovy) @ env.view.rotation.T
-    assert (
-        everything[:, 2] < metaworld.LOW[2]
-    ).mean() > 0.3  # most of the picture is table and floor, which are cropped
+    assert (everything[:, 2] < metaworld.LOW[2]).mean() > 0.3  # most of the image is table and floor, which are cropped
     env.close()
 
 
 def test_videos_have_the_ceiling_above(reach):
     reach.reset(seed=0)
     up = reach.generator.data.cam_xmat[reach.generator.camera_id].reshape(3, 3)[:, 1]
-    assert up[2] < -0.5  # where the camera's own pictures have the world's ceiling: below
+    assert up[2] < -0.5  # where the camera's own images have the world's ceiling: below
     assert np.array_equal(reach.render(), np.rot90(reach.generator.image(), 2))
 
 
@@ -219,7 +217,7 @@ def test_unknown_tasks_are_answered_with_the_nearest():
         MetaworldRunner("out", "xyz")
 
 
-def test_a_misspelt_task_is_said_before_its_demonstrations_are_looked_for(tmp_path):
+def test_a_misspelt_task_is_reported_before_its_demonstrations_are_looked_for(tmp_path):
     for overrides in (["task.name=asembly"], ["task=adroit", "task.name=hamer"]):
         with pytest.raises(ConfigError, match="did you mean"):
             train_here(tmp_path / "run", "train_idp_mlp_pointcloud", "preset=debug", *overrides)
@@ -248,7 +246,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
         MetaworldRunner("out", "reach")
 
 
-def test_a_renderer_that_cannot_start_is_said_and_the_user_s_choice_respected():
+def test_a_renderer_that_cannot_start_is_reported_and_the_user_s_choice_respected():
     done = look(MUJOCO_GL="glfw")  # needs a display
     assert (
         done.returncode != 0

@@ -195,7 +195,7 @@ def finite(value) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def check_pictures(folder: pathlib.Path) -> dict:
+def check_images(folder: pathlib.Path) -> dict:
     from matplotlib.image import imread
 
     for name in ("geometry.png", "m_distribution.png"):
@@ -209,7 +209,7 @@ def check_pictures(folder: pathlib.Path) -> dict:
     return report
 
 
-def test_from_a_training_run_to_pictures(run, repo_root, capsys):
+def test_from_a_training_run_to_images(run, repo_root, capsys):
     checkpoint = run / "checkpoints/latest.ckpt"
     out = python(
         repo_root,
@@ -225,7 +225,7 @@ def test_from_a_training_run_to_pictures(run, repo_root, capsys):
         "cpu",
     )
     assert "kappa" in out
-    report = check_pictures(run / "geometry")
+    report = check_images(run / "geometry")
     assert report["batch"] == 48 and report["step"] == 1 and report["global_step"] == 8 and report["geometry_in_loss"]
     assert set(report["training"]) == set(visualize.LOGGED)
     assert all(view["kappa"] >= 1 and 1 <= view["effective_neighbors"] <= 48 for view in report["observations"])
@@ -256,7 +256,7 @@ def test_observations_by_window(run, tmp_path):
             "1,0",
         ]
     )
-    report = check_pictures(tmp_path / "a")
+    report = check_images(tmp_path / "a")
     assert (
         [view["window"] for view in report["observations"]] == [5, 40]
         and report["step"] == 4
@@ -286,7 +286,7 @@ def untrained(name: str, data: pathlib.Path, folder: pathlib.Path, root: pathlib
 def test_naive_drifting_has_a_geometry_too(data, repo_root, tmp_path):
     checkpoint = untrained("train_naive_drifting_mlp_lowdim", data, tmp_path, repo_root)
     visualize.main(["-c", checkpoint, "--n", "1", "--batch", "40"])
-    report = check_pictures(tmp_path / "geometry")
+    report = check_images(tmp_path / "geometry")
     assert report["policy"] == "NaiveDriftingPolicy" and not report["geometry_in_loss"] and report["training"] == {}
     assert report["switches"]["tau"] == 1.0 and report["switches"]["reference"] == "batch"
 
@@ -334,7 +334,7 @@ def test_data_that_has_moved(run, data, tmp_path, capsys):
     assert "no PushT dataset" in fails(capsys, "-c", tmp_path / "moved.ckpt")
 
 
-def test_one_action_dimension_is_said(data, repo_root, tmp_path):
+def test_one_action_dimension_is_reported(data, repo_root, tmp_path):
     _, policy, dataset = visualize.load(untrained("train_idp_mlp_lowdim", data, tmp_path, repo_root), trust=False)
     policy.generator.action_dim = 1
     with pytest.raises(ValueError, match="one dimension"):

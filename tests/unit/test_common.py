@@ -59,7 +59,7 @@ def test_a_stream_does_not_touch_the_training_s_random_numbers_and_works_with_pr
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_a_dataset_smaller_than_a_batch_is_said():
+def test_a_dataset_smaller_than_a_batch_is_reported():
     with pytest.raises(ConfigError, match="fewer than one batch"):
         BatchStream(Numbers(3), 4, drop_last=True)
 

@@ -458,7 +458,7 @@ def test_wrong_action_chunks_are_named():
         make().compute_loss({**batch(), "action": torch.zeros(32, H - 1, D)})
 
 
-def test_an_unfitted_normaliser_is_said_clearly():
+def test_an_unfitted_normaliser_is_reported_clearly():
     policy = IDPPolicy(**SIZES, **small_network("mlp"))
     with pytest.raises(Exception, match="(?i)normali[sz]er"):
         policy.predict_action({"obs": batch()["obs"]})
@@ -513,7 +513,7 @@ def test_knn_positives_are_the_nearest_observations():
 
 
 def test_options_are_plain_data():
-    """They go into logs and pictures."""
+    """They go into logs and images."""
     for policy in (make(), make(NaiveDriftingPolicy)):
         options = dataclasses.asdict(policy.options)
         options |= options.pop("proposal", {})

@@ -763,7 +763,7 @@ def test_a_student_takes_over_its_teacher(chained):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_what_is_wrong_with_a_teacher_is_said(chained, zarr, tmp_path):
+def test_what_is_wrong_with_a_teacher_is_reported(chained, zarr, tmp_path):
     checkpoint = str(chained / "teacher/checkpoints/latest.ckpt")
     with pytest.raises(TeacherError, match="set policy.sigma_data=0.5"):
         student_of(checkpoint, sigma_data=1.0)

@@ -404,7 +404,7 @@ def test_a_changed_value_is_found_where_the_codec_does_not(copied):
 
 
 @pytest.mark.parametrize("value", [5, ["data/action"], {"data/action": 5}, "text"])
-def test_damaged_checksums_are_said(copied, value):
+def test_damaged_checksums_are_reported(copied, value):
     edit(copied / ".zattrs", checksums=value)
     with pytest.raises(DataError, match="'checksums' is damaged"):
         ReplayBuffer.copy_from_path(copied)

@@ -70,7 +70,7 @@ def test_several_crops_and_positions():
     assert crop.eval()(images)[:3].unique(dim=0).shape[0] == 1
 
 
-def test_wrong_crops_are_said():
+def test_wrong_crops_are_reported():
     with pytest.raises(ConfigError, match="20 x 8 must be smaller than the image, 20 x 20"):
         CropRandomizer((3, 20, 20), 20, 8)
     with pytest.raises(ValueError, match=r"\(3, 20, 20\).*\(3, 20, 21\)"):
@@ -176,7 +176,7 @@ def test_group_norm_and_sharing():
     torch.testing.assert_close(shared(obs)[:, 32:64], shared.key_model_map["rgb"](obs["b"]))
 
 
-def test_wrong_observations_of_an_encoder_are_said():
+def test_wrong_observations_of_an_encoder_are_reported():
     with pytest.raises(ValueError, match=r"'image' must have shape \(batch, 3, 20, 20\), got \(2, 3, 21, 20\)"):
         small()({**frames(meta(), 2), "image": torch.zeros(2, 3, 21, 20)})
     with pytest.raises(ConfigError, match="type must be rgb or low_dim, not 'depth'"):
