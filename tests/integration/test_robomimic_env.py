@@ -54,7 +54,7 @@ DRAW = (
 
 
 def draw(**changes):
-    """Draw a picture in another process, in which OpenGL has not been used yet."""
+    """Draw a image in another process, in which OpenGL has not been used yet."""
     environment = (
         {key: value for key, value in os.environ.items() if key != "DISPLAY"} | {"PYTHONPATH": str(ROOT)} | changes
     )
@@ -73,7 +73,7 @@ def lift():
 
 
 @pytest.fixture(scope="module")
-def lift_pictures(renderer):
+def lift_images(renderer):
     return RobosuiteTask(env_args("lift"), render_offscreen=True)
 
 
@@ -169,7 +169,7 @@ def test_success_equals_robomimic_s_along_a_demonstration(scripted_lift, lift, r
 
 
 @needs_renderer
-def test_pictures_equal_robomimic_s(lift_pictures, robomimic_env):
+def test_images_equal_robomimic_s(lift_images, robomimic_env):
     theirs = robomimic_env(
         "lift",
         use_image_obs=True,
@@ -181,13 +181,13 @@ def test_pictures_equal_robomimic_s(lift_pictures, robomimic_env):
     with seeded(5):
         theirs.reset()
     state = theirs.get_state()
-    lift_pictures.reset()  # hides what robosuite draws at the hand
-    lift_pictures.reset_to(state)
+    lift_images.reset()  # hides what robosuite draws at the hand
+    lift_images.reset_to(state)
     other = theirs.reset_to({"states": state["states"]})
     for camera in CAMERAS:
-        picture = lift_pictures.render(camera_name=camera)
-        assert picture.dtype == np.uint8 and picture.std() > 10
-        np.testing.assert_array_equal(picture, other[f"{camera}_image"], err_msg=camera)
+        image = lift_images.render(camera_name=camera)
+        assert image.dtype == np.uint8 and image.std() > 10
+        np.testing.assert_array_equal(image, other[f"{camera}_image"], err_msg=camera)
 
 
 # ---------------------------------------------------------------------- starts
@@ -302,13 +302,13 @@ def test_a_conversion_that_does_not_replay_is_refused(scripted_lift, tmp_path, m
     assert os.listdir(tmp_path) == ["low_dim.hdf5"]
 
 
-# ---------------------------------------------------------------------- pictures
+# ---------------------------------------------------------------------- images
 @needs_renderer
-def test_pictures_are_observed_and_skipped_where_nobody_looks(lift_pictures):
-    env = RobomimicImageWrapper(lift_pictures, SHAPE_META)
+def test_images_are_observed_and_skipped_where_nobody_looks(lift_images):
+    env = RobomimicImageWrapper(lift_images, SHAPE_META)
     renders = []
-    original, lift_pictures.render = (
-        lift_pictures.render,
+    original, lift_images.render = (
+        lift_images.render,
         lambda **kwargs: renders.append(kwargs["camera_name"]) or original(**kwargs),
     )
     try:
@@ -329,7 +329,7 @@ def test_pictures_are_observed_and_skipped_where_nobody_looks(lift_pictures):
         env.render()
         assert len(renders) == count + 1  # a video shows every step
     finally:
-        lift_pictures.render = original
+        lift_images.render = original
 
 
 # ---------------------------------------------------------------------- runners
@@ -432,12 +432,12 @@ def test_videos_of_state_and_image_runners(scripted_lift, tmp_path):
     video = images.run(policy)["train/sim_video_0"]
     images.close()
     assert iio.imread(video).shape[0] == 8
-    picture = policy.inputs[0]["agentview_image"]
+    image = policy.inputs[0]["agentview_image"]
     assert (
-        picture.shape == (1, 2, 3, 84, 84)
-        and picture.dtype == torch.float32
-        and 0 <= picture.min()
-        and 0.3 < picture.max() <= 1
+        image.shape == (1, 2, 3, 84, 84)
+        and image.dtype == torch.float32
+        and 0 <= image.min()
+        and 0.3 < image.max() <= 1
     )
 
 
@@ -479,7 +479,7 @@ def test_train_and_evaluate_from_state(scripted_lift, tmp_path):
 
 
 @needs_renderer
-def test_train_from_pictures_made_here(tmp_path):
+def test_train_from_images_made_here(tmp_path):
     generate("lift", 1, tmp_path, "image", seed=10, verify=0)
     with h5py.File(tmp_path / "image_abs.hdf5") as file:
         assert (
@@ -568,15 +568,15 @@ def test_actions_of_the_wrong_size(scripted_lift, tmp_path):
         runner.run(Replays(scripted_lift / "low_dim_abs.hdf5", [0, 1, 2]))
 
 
-def test_observations_that_the_environment_does_not_have(scripted_lift, tmp_path, lift, lift_pictures):
+def test_observations_that_the_environment_does_not_have(scripted_lift, tmp_path, lift, lift_images):
     with pytest.raises(ConfigError, match="no observation robot7_eef_pos; it has: .*robot0_eef_pos"):
         RobomimicLowdimWrapper(lift, ["object", "robot7_eef_pos"])
     for change, message in (
         ({"moon_image": {"shape": [3, 84, 84], "type": "rgb"}}, "moon_image.*has only the cameras.*agentview"),
-        ({"robot0_eef_pos": {"shape": [4]}}, r"robot0_eef_pos has the shape \(4,\).*\(3,\)"),
+        ({"robot0_eef_pos": {"shape": [4]}}, r"robot0_eef_pos the shape \(4,\).*\(3,\)"),
     ):
         with pytest.raises(ConfigError, match=message):
-            RobomimicImageWrapper(lift_pictures, {"obs": {**SHAPE_META["obs"], **change}})
+            RobomimicImageWrapper(lift_images, {"obs": {**SHAPE_META["obs"], **change}})
     with pytest.raises(ConfigError, match="3 demonstrations, too few"):
         lowdim_runner(scripted_lift, tmp_path, n_train=4)
     with pytest.raises(DataError, match="a state of Lift has 32 numbers, this one has 5"):
