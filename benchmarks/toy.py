@@ -158,9 +158,9 @@ def train(method: Method, steps: int, seed: int) -> GeneratorPolicy:
     normalizer.fit({"obs": torch.tensor([[-1.0], [1.0]]), "action": torch.tensor([[-1.0, -1.0], [1.0, 1.0]])})
     if teacher is None:
         policy.set_normalizer(normalizer)
-    else:  # what set_normalizer does with a teacher's checkpoint
+    else:  # what on_train_start does with a teacher's checkpoint
         policy._teacher = (teacher.eval().requires_grad_(False),)
-        GeneratorPolicy.set_normalizer(policy, normalizer)
+        policy.set_normalizer(normalizer)
         policy.take_over(teacher)
     parameters = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=TRAINING["learning_rate"], betas=(0.9, 0.95), weight_decay=1e-5)

@@ -16,7 +16,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-LINK = re.compile(r"(?:(?<=\]\()|(?<=\]: ))([^)#\s]+)(#[^)\s]*)?(?=[)\s])")
+LINK = re.compile(r"(?:(?<=\]\()|(?<=\]: ))([^)#\s\[]+)(#[^)\s]*)?(?=[)\s])")
 
 
 def repository_path(page: str, link: str) -> str | None:

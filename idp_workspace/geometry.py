@@ -4,7 +4,7 @@ Equations are numbered as in the paper. B samples in a batch, F features, H chun
 
     phi (B, F)     features of the observations, the encoder's output
     a   (B, H, D)  expert action chunks a*, normalised
-    m   (B, H, D)  geometry excess: large where similar observations constrain the action more than it varies overall
+    m   (B, H, D)  geometry excess: large where this observation constrains the action
 
 Nothing here carries a gradient: the geometry shapes the loss, it is not trained. Everything is computed in float32,
 because differences of second moments do not survive half precision. Other readings of the paper, its ablations and the

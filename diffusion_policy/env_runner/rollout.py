@@ -34,10 +34,15 @@ class RolloutRunner:
     in `lost`, and their split has no mean score.
 
     Args:
-        env_cls, env_kwargs: the environment; it must have `control_hz` and render 'rgb_array'.
-        n_train, train_start_seed: episodes from the seeds that the demonstrations may have used.
-        n_test, test_start_seed: episodes from other seeds.
-        n_train_vis, n_test_vis: how many of them, from the first, are recorded as video.
+        output_dir: where videos are written, in media/.
+        env_cls: the environment; it must have `control_hz` and render 'rgb_array'.
+        env_kwargs: its arguments.
+        n_train: episodes from seeds that the demonstrations may have used.
+        n_train_vis: how many of them, from the first, are recorded as video.
+        train_start_seed: the first of these seeds.
+        n_test: episodes from other seeds.
+        n_test_vis: how many of them, from the first, are recorded as video.
+        test_start_seed: the first of these seeds.
         n_latency_steps: age in steps of the observations that the policy sees; as many of its actions are dropped.
         past_action: also pass the last n_obs_steps - 1 executed actions as 'past_action'.
         n_envs: environments per batch, None for all at once.
