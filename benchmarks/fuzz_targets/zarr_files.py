@@ -30,7 +30,6 @@ CODECS = (
     {"id": "delta", "dtype": "<f4"},
     {"id": "zlib"},
     {"id": "lzma"},
-    {"id": "bz2"},
     {"id": "zstd"},
     {"id": "lz4"},
     {"id": "gzip"},

@@ -7,7 +7,6 @@ imports neither zarr nor torch, so that the HDF5 child process can use it.
 
 from __future__ import annotations
 
-import bz2
 import zlib
 from collections.abc import Callable
 
@@ -30,8 +29,8 @@ def zstd_size(header: bytes) -> int | None:
 
 
 def inflated_size(kind: str, data: bytes, limit: int) -> int | None:
-    """Decoded bytes of zlib, gzip or bz2 data, counted up to limit + 1; None if the data are cut short or too long."""
-    decompressor = bz2.BZ2Decompressor() if kind == "bz2" else zlib.decompressobj(wbits={"zlib": 15, "gzip": 31}[kind])
+    """Decoded bytes of zlib or gzip data, counted up to limit + 1; None if the data are cut short or too long."""
+    decompressor = zlib.decompressobj(wbits={"zlib": 15, "gzip": 31}[kind])
     size = len(decompressor.decompress(data, limit + 1))
     return size if size > limit or (decompressor.eof and not decompressor.unused_data) else None
 

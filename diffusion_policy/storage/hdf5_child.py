@@ -23,8 +23,8 @@ from diffusion_policy.common.memory import readable_bytes
 from diffusion_policy.storage.compressed_size import inflated_size, lzf_size
 
 OPENING_BYTES = 512e6  # what libhdf5 may allocate beside the arrays: its caches, and metadata of unknown size
-FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32", 4: "szip", 32000: "lzf"}
-GZIP, FLETCHER32, SZIP, LZF = 1, 3, 4, 32000
+FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32", 32000: "lzf"}
+GZIP, FLETCHER32, LZF = 1, 3, 32000
 
 
 class _MissingError(DataError):
@@ -322,7 +322,7 @@ def _chunk_problem(dataset: Any, info: Any, chunk: int, filters: list[int], file
     if info.byte_offset is None or info.byte_offset + info.size > file_size:
         return f"it has {info.size} bytes at {info.byte_offset}, and the file {file_size}"
     used = [name for i, name in enumerate(filters) if not info.filter_mask >> i & 1]
-    packing = [name for name in used if name in (GZIP, SZIP, LZF)]
+    packing = [name for name in used if name in (GZIP, LZF)]
     if len(packing) > 1:
         return "it is compressed twice"
     before = used[: used.index(packing[0])] if packing else used
@@ -333,11 +333,7 @@ def _chunk_problem(dataset: Any, info: Any, chunk: int, filters: list[int], file
         return f"it has {info.size} bytes, but decodes to {plain}"
     _, data = dataset.id.read_direct_chunk(info.chunk_offset)
     data = data[: len(data) - 4 * (used.count(FLETCHER32) - before.count(FLETCHER32))]
-    found: int | None
-    if packing[0] == GZIP:
-        found = inflated_size("zlib", data, plain)
-    else:
-        found = int.from_bytes(data[:4], "little") if packing[0] == SZIP else lzf_size(data)
+    found = inflated_size("zlib", data, plain) if packing[0] == GZIP else lzf_size(data)
     return None if found == plain else f"it decodes to {found} bytes instead of {plain}"
 
 

@@ -27,7 +27,7 @@ READ_BLOCK_BYTES = 64e6
 MAX_METADATA_BYTES = 16e6
 SMALL_CHUNK_BYTES = 64e6  # a chunk may exceed its array, which can grow, but not this plus 4 times the array
 METADATA_FILES = (".zgroup", ".zarray", ".zattrs", "zarr.json")
-CODECS = ("blosc", "zlib", "gzip", "bz2", "zstd", "lz4")
+CODECS = ("blosc", "zlib", "gzip", "zstd", "lz4")
 
 
 def place_of(node: Any) -> str:

@@ -3,12 +3,38 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import pathlib
+from typing import TYPE_CHECKING
 
 import torch
 
+from diffusion_policy.common.errors import DivergedError
+from diffusion_policy.common.random_state import RandomState
 from diffusion_policy.storage.atomic import write_text
+
+if TYPE_CHECKING:
+    from diffusion_policy.workspace.train_workspace import TrainWorkspace
+
+log = logging.getLogger(__name__)
+
+
+def skip_or_stop(run: TrainWorkspace, loss: float, norm: float, random_state: tuple) -> None:
+    """Report a non-finite step and skip it; past max_skipped_steps, save the state before it and stop the run."""
+    step, count, limit = run.global_step, run.settings.gradient_accumulate_every, run.settings.max_skipped_steps
+    folder = run.folder / "debug" / f"step_{step}"
+    indices = [next(run.stream.indices(step * count + i)).tolist() for i in range(count)]
+    what = report_step(folder, step, loss, norm, indices, run.model)
+    if run.skipped_steps < limit:
+        run.skipped_steps += 1
+        message = "%s: skipped, number %d of at most %d such steps; its windows are in %s"
+        log.warning(message, what, run.skipped_steps, limit, folder / "report.json")
+        return
+    run.optimizer.zero_grad(set_to_none=True)
+    RandomState.restore(random_state)
+    run.save_checkpoint(path=str(folder / "checkpoints" / "latest.ckpt"))
+    raise DivergedError(f"{what}. {advice(folder)}")
 
 
 def report_step(

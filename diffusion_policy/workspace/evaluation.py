@@ -1,14 +1,34 @@
-"""Numbers that the training loop computes at the end of an epoch."""
+"""What the training loop evaluates at the end of an epoch."""
 
 from __future__ import annotations
 
+import contextlib
+import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 from torch.nn.functional import mse_loss
 
 from diffusion_policy.common.batch_stream import BatchStream
+from diffusion_policy.common.config_util import build
 from diffusion_policy.common.pytorch_util import dict_apply
+from diffusion_policy.common.random_state import isolated_random_state
+
+
+@contextlib.contextmanager
+def make_runner(cfg: DictConfig, folder: pathlib.Path, seed: int) -> Iterator[Any]:
+    """The runner that evaluates the policy; None if task.env_runner is null, which trains without a simulator."""
+    runner: Any = None
+    if cfg.task.env_runner is not None:
+        with isolated_random_state(seed):
+            runner = build(cfg, "task.env_runner", output_dir=str(folder))
+    try:
+        yield runner
+    finally:
+        if hasattr(runner, "close"):
+            runner.close()
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import math
 import pathlib
 import sys
@@ -17,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from diffusion_policy.common.batch_stream import BatchStream
 from diffusion_policy.common.checkpoint_util import TopKCheckpointManager
 from diffusion_policy.common.config_util import build, resolve_device
-from diffusion_policy.common.errors import ConfigError, DivergedError
+from diffusion_policy.common.errors import ConfigError
 from diffusion_policy.common.json_logger import JsonLogger
 from diffusion_policy.common.random_state import RandomState, isolated_random_state, seed_everything
 from diffusion_policy.model.common.lr_scheduler import get_scheduler
@@ -26,13 +25,11 @@ from diffusion_policy.storage import atomic
 from diffusion_policy.workspace import divergence, run_folder
 from diffusion_policy.workspace.base_workspace import BaseWorkspace
 from diffusion_policy.workspace.console import progress_bar, say
-from diffusion_policy.workspace.evaluation import action_error, to_device, validation_loss
+from diffusion_policy.workspace.evaluation import action_error, make_runner, to_device, validation_loss
 from diffusion_policy.workspace.optimizer import make_optimizer
 from diffusion_policy.workspace.settings import TrainingSettings, check_sections
 from diffusion_policy.workspace.signals import StopRequest
 from diffusion_policy.workspace.tracker import Tracker
-
-log = logging.getLogger(__name__)
 
 
 class TrainWorkspace(BaseWorkspace):
@@ -79,7 +76,8 @@ class TrainWorkspace(BaseWorkspace):
             checkpoints = run_folder.find_checkpoints(
                 self.get_checkpoint_path(), self.cfg.checkpoint, self.settings.resume
             )
-            runner = self._make_runner(stack)  # before the data are read: an unknown task is reported at once
+            # The runner before the data: an unknown task is reported at once.
+            runner = stack.enter_context(make_runner(self.cfg, self.folder, self.settings.seed))
             self.prepare()
             if checkpoints:
                 self._resume(checkpoints)
@@ -121,16 +119,6 @@ class TrainWorkspace(BaseWorkspace):
         say(f"resuming {self.output_dir} at step {self.global_step} of {self.total_steps} ({path.name})")
 
     # ------------------------------------------------------------------ prepare
-    def _make_runner(self, stack: contextlib.ExitStack) -> Any:
-        """The runner that evaluates the policy; None if task.env_runner is null, which trains without a simulator."""
-        if self.cfg.task.env_runner is None:
-            return None
-        with isolated_random_state(self.settings.seed):
-            runner = build(self.cfg, "task.env_runner", output_dir=str(self.folder))
-        if hasattr(runner, "close"):
-            stack.callback(runner.close)
-        return runner
-
     def prepare(self) -> None:
         """Load the data and create everything that a training step needs."""
         cfg, s = self.cfg, self.settings
@@ -229,28 +217,12 @@ class TrainWorkspace(BaseWorkspace):
                 )
             self.optimizer.step()
         else:
-            self._skip(loss, norm, before)
+            divergence.skip_or_stop(self, loss, norm, before)
         self.optimizer.zero_grad(set_to_none=True)
         self.lr_scheduler.step()
         if finite and self.ema is not None:
             self.ema.step(self.model)
         return loss if finite else None
-
-    def _skip(self, loss: float, norm: float, random_state: tuple) -> None:
-        """Report a non-finite step and skip it; past max_skipped_steps, save the state before it and stop the run."""
-        step, count, limit = self.global_step, self.settings.gradient_accumulate_every, self.settings.max_skipped_steps
-        folder = self.folder / "debug" / f"step_{step}"
-        indices = [next(self.stream.indices(step * count + i)).tolist() for i in range(count)]
-        what = divergence.report_step(folder, step, loss, norm, indices, self.model)
-        if self.skipped_steps < limit:
-            self.skipped_steps += 1
-            message = "%s: skipped, number %d of at most %d such steps; its windows are in %s"
-            log.warning(message, what, self.skipped_steps, limit, folder / "report.json")
-            return
-        self.optimizer.zero_grad(set_to_none=True)
-        RandomState.restore(random_state)
-        self.save_checkpoint(path=str(folder / "checkpoints" / "latest.ckpt"))
-        raise DivergedError(f"{what}. {divergence.advice(folder)}")
 
     # ------------------------------------------------------------------ end of an epoch
     def _end_epoch(self, record: dict[str, Any], runner: Any) -> None:

@@ -34,10 +34,10 @@ class GeneratorPolicy(BaseLowdimPolicy, BaseImagePolicy):
     def __init__(self, options: Any = None, **arguments: Unpack[UpstreamArguments]) -> None:
         super().__init__()
         rest: dict[str, Any] = dict(arguments)
+        names = [field.name for field in dataclasses.fields(self.Options)] if options is None else []
         if options is None:
             options, rest = split_options(self.Options, rest)
         self.options: Any = options
-        names = [field.name for field in dataclasses.fields(self.Options)]
         self.generator = build_generator(type(self).__name__, names, **rest)
         self.model = self.generator.model
         self.obs_encoder = self.generator.obs_encoder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from idp_workspace.policy.distilled import DistilledPolicy
 from idp_workspace.policy.edm_teacher import EDMOptions, EDMPolicy, EDMTeacherPolicy
 from idp_workspace.target import fixed_parameters
 from idp_workspace.teacher import TeacherError
+from idp_workspace.upstream_arguments import UpstreamArguments
 
 #: Share of the Karras schedule, from sigma_max down, from which the denoising term draws half of its noise levels.
 DSM_SHARE = 0.7
@@ -134,7 +135,7 @@ class ConsistencyPolicy(DistilledPolicy, ConsistencyTrainingPolicy):
     Options = ConsistencyOptions
     options: ConsistencyOptions
 
-    def __init__(self, options: ConsistencyOptions | None = None, **arguments: Any) -> None:
+    def __init__(self, options: ConsistencyOptions | None = None, **arguments: Unpack[UpstreamArguments]) -> None:
         super().__init__(options, **arguments)
         if self.options.freeze_encoder and self.obs_encoder is not None:
             self.obs_encoder.requires_grad_(False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from idp_workspace.options import Options
 from idp_workspace.policy.base import GeneratorPolicy
+from idp_workspace.upstream_arguments import UpstreamArguments
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class DDPMPolicy(GeneratorPolicy):
     Options = DDPMOptions
     options: DDPMOptions
 
-    def __init__(self, options: DDPMOptions | None = None, **arguments: Any) -> None:
+    def __init__(self, options: DDPMOptions | None = None, **arguments: Unpack[UpstreamArguments]) -> None:
         super().__init__(options, **arguments)
         self.noise_scheduler = self.options.noise_scheduler
         steps = self.options.num_inference_steps

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
 
 from idp_workspace.policy.base import GeneratorPolicy
 from idp_workspace.teacher import NETWORKS, TeacherError, load_teacher
+from idp_workspace.upstream_arguments import UpstreamArguments
 
 
 class DistilledPolicy(GeneratorPolicy):
@@ -23,7 +24,7 @@ class DistilledPolicy(GeneratorPolicy):
     teacher_config: ClassVar[str]
     """A config that trains such a teacher, for messages."""
 
-    def __init__(self, options: Any = None, **arguments: Any) -> None:
+    def __init__(self, options: Any = None, **arguments: Unpack[UpstreamArguments]) -> None:
         super().__init__(options, **arguments)
         self.teacher_checkpoint: str | None = self.options.teacher_checkpoint
         self._teacher: tuple[GeneratorPolicy, ...] = ()  # in a tuple a module is not registered

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from idp_workspace import edm
 from idp_workspace.options import Above, AtLeast, Options
 from idp_workspace.policy.base import GeneratorPolicy
+from idp_workspace.upstream_arguments import UpstreamArguments
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class EDMPolicy(GeneratorPolicy):
     options: EDMOptions
     sigmas: Tensor
 
-    def __init__(self, options: EDMOptions | None = None, **arguments: Any) -> None:
+    def __init__(self, options: EDMOptions | None = None, **arguments: Unpack[UpstreamArguments]) -> None:
         super().__init__(options, **arguments)
         o = self.options
         self.register_buffer("sigmas", edm.edges(o.bins, o.sigma_min, o.sigma_max, o.rho), persistent=False)

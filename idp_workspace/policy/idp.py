@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from idp_workspace.geometry import compute_excess
 from idp_workspace.geometry_variants import ReferenceVariance, statistics
 from idp_workspace.policy.base import GeneratorPolicy
 from idp_workspace.policy.idp_options import IDPOptions, paper_lambda
+from idp_workspace.upstream_arguments import UpstreamArguments
 
 
 def potential(r: Tensor, m: Tensor) -> Tensor:
@@ -40,7 +41,7 @@ class IDPPolicy(ReferenceVariance, GeneratorPolicy):
     Options = IDPOptions
     options: IDPOptions
 
-    def __init__(self, options: IDPOptions | None = None, **arguments: Any) -> None:
+    def __init__(self, options: IDPOptions | None = None, **arguments: Unpack[UpstreamArguments]) -> None:
         super().__init__(options, **arguments)
         self.make_reference(self.generator.horizon, self.action_dim)
         self._last: tuple[Tensor, Tensor] | None = None  # phi and m of the last batch, for the log

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, Unpack
 
 import torch
 from einops import rearrange
@@ -13,6 +13,7 @@ from idp_workspace import drifting
 from idp_workspace.geometry_variants import Geometry, neighbor_weights
 from idp_workspace.options import Above, AtLeast
 from idp_workspace.policy.base import GeneratorPolicy
+from idp_workspace.upstream_arguments import UpstreamArguments
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ class NaiveDriftingPolicy(GeneratorPolicy):
     Options = NaiveDriftingOptions
     options: NaiveDriftingOptions
 
-    def __init__(self, options: NaiveDriftingOptions | None = None, **arguments: Any) -> None:
+    def __init__(self, options: NaiveDriftingOptions | None = None, **arguments: Unpack[UpstreamArguments]) -> None:
         super().__init__(options, **arguments)
         self._last_error: Tensor | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated, Unpack
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from idp_workspace.options import Between, Options
 from idp_workspace.paths import broadcast, flow_steps, interpolate, uniform_times
 from idp_workspace.policy.base import GeneratorPolicy
 from idp_workspace.target import TargetNetwork
+from idp_workspace.upstream_arguments import UpstreamArguments
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ class OFPPolicy(GeneratorPolicy):
     options: OFPOptions
     updates: Tensor
 
-    def __init__(self, options: OFPOptions | None = None, **arguments: Any) -> None:
+    def __init__(self, options: OFPOptions | None = None, **arguments: Unpack[UpstreamArguments]) -> None:
         super().__init__(options, **arguments)
         self.target = TargetNetwork(self)
         self.register_buffer("updates", torch.zeros((), dtype=torch.long))  # of the average

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from idp_workspace.paths import broadcast
 from idp_workspace.policy.diffusion import DDPMPolicy
 from idp_workspace.policy.distilled import DistilledPolicy
 from idp_workspace.teacher import TeacherError
+from idp_workspace.upstream_arguments import UpstreamArguments
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ class OneStepDiffusionPolicy(DistilledPolicy):
     Options = OneStepDiffusionOptions
     options: OneStepDiffusionOptions
 
-    def __init__(self, options: OneStepDiffusionOptions | None = None, **arguments: Any) -> None:
+    def __init__(self, options: OneStepDiffusionOptions | None = None, **arguments: Unpack[UpstreamArguments]) -> None:
         super().__init__(options, **arguments)
         if self.options.mode == "stochastic":
             self.score_model = copy.deepcopy(self.model)

@@ -119,7 +119,6 @@ def test_arguments_that_cannot_work(path, tmp_path):
         {"chunks": (4, 3)},
         {"chunks": True, "compression": "gzip", "shuffle": True},
         {"chunks": True, "compression": "lzf", "fletcher32": True},
-        {"chunks": (4, 4), "compression": "szip"},
         {"libver": "latest"},
         {"libver": "latest", "chunks": (2, 2), "compression": "gzip"},
         {"chunks": (5, 5), "maxshape": (None, None)},

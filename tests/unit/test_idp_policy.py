@@ -13,6 +13,7 @@ from diffusion_policy.model.diffusion.transformer_for_diffusion import Transform
 from idp_workspace.geometry import geometry_excess
 from idp_workspace.policy import IDPPolicy, NaiveDriftingPolicy
 from idp_workspace.policy.idp import potential
+from idp_workspace.policy.idp_options import IDPOptions
 from tests.util import unit_normalizer
 
 H, D, DO, TO, TA = 16, 10, 6, 2, 8
@@ -510,6 +511,14 @@ def test_knn_positives_are_the_nearest_observations():
     assert positives.shape == (8, 2, H, D)
     chosen = {tuple(p[0].tolist()) for p in positives[0]}
     assert chosen == {tuple(data["action"][0, 0].tolist()), tuple(data["action"][1, 0].tolist())}
+
+
+def test_options_as_an_object_equal_options_as_keywords():
+    keywords, thing = make(tau=0.5, m_clip=2.0), make(options=IDPOptions(tau=0.5, m_clip=2.0))
+    assert keywords.options == thing.options
+    assert IDPPolicy(IDPOptions(tau=0.5), **SIZES, **small_network("mlp")).options.tau == 0.5
+    with pytest.raises(TypeError, match="no argument 'tau'"):
+        make(options=IDPOptions(), tau=0.5)
 
 
 def test_options_are_plain_data():

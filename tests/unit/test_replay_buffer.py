@@ -533,7 +533,6 @@ def test_an_array_larger_than_the_memory_is_named_with_both_sizes(copied, monkey
         numcodecs.Blosc("lz4"),
         numcodecs.Zlib(9),
         numcodecs.GZip(9),
-        numcodecs.BZ2(9),
         numcodecs.Zstd(9),
         numcodecs.LZ4(),
     ],
