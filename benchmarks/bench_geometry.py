@@ -19,10 +19,10 @@ def geometry_task(batch: int):
 def expected_peak(batch: int) -> float:
     """Peak memory by counting, in units of a (B, B) matrix.
 
-    Either the similarities with the normalised features, or the weights with six (B, H D) arrays: a, Wa, Wa^2, and
-    three temporaries of the variance.
+    Either the similarities with the normalised features, or the weights with five (B, H D) arrays: a, W a^2, and three
+    temporaries of the variance.
     """
-    return max(1 + FEATURES / batch, 1 + 6 * HORIZON * ACTION_DIM / batch)
+    return max(1 + FEATURES / batch, 1 + 5 * HORIZON * ACTION_DIM / batch)
 
 
 def run(quick: bool = False) -> list[dict]:

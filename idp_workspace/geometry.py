@@ -30,13 +30,13 @@ def similarity(phi: Tensor, tau: float = 1.0, eps: float = EPS) -> Tensor:
     h = phi / (phi.norm(dim=1, keepdim=True) + eps)  # Eq. (7)
     s = h @ h.T
     sigma, mu = torch.std_mean(s, dim=1, correction=0, keepdim=True)
-    return (s - mu) / ((sigma + eps) * tau)
+    return s.sub_(mu).div_((sigma + eps) * tau)  # in place: (B, B) matrices are large
 
 
 def softmax(s: Tensor) -> Tensor:
-    """w_ij = exp(s_ij) / sum_k exp(s_ik), (B, B)."""
-    w = torch.exp(s - s.amax(dim=1, keepdim=True))
-    return w / w.sum(dim=1, keepdim=True)
+    """w_ij = exp(s_ij) / sum_k exp(s_ik), (B, B), in place of s."""
+    w = s.sub_(s.amax(dim=1, keepdim=True)).exp_()
+    return w.div_(w.sum(dim=1, keepdim=True))
 
 
 def neighbor_weights(phi: Tensor, tau: float = 1.0, eps: float = EPS) -> Tensor:

@@ -610,7 +610,7 @@ def test_only_the_executed_steps_of_a_swapped_policy():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({**UNET, "n_layer": 2}, "upstream's UNet; here that is given or another is made"),
+        ({**UNET, "n_layer": 2}, "upstream's UNet from shape_meta; this network is given, or another one is built"),
         ({**UNET, "crop_shapes": [8, 8]}, "did you mean 'crop_shape'"),
         ({**UNET, "obs_as_global_cond": False}, "exactly one"),
         ({**TRANSFORMER, "obs_as_cond": False}, "exactly one"),

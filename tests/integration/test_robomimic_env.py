@@ -573,7 +573,7 @@ def test_observations_that_the_environment_does_not_have(scripted_lift, tmp_path
         RobomimicLowdimWrapper(lift, ["object", "robot7_eef_pos"])
     for change, message in (
         ({"moon_image": {"shape": [3, 84, 84], "type": "rgb"}}, "moon_image.*has only the cameras.*agentview"),
-        ({"robot0_eef_pos": {"shape": [4]}}, r"robot0_eef_pos has the shape \(4,\).*\(3,\)"),
+        ({"robot0_eef_pos": {"shape": [4]}}, r"robot0_eef_pos the shape \(4,\).*\(3,\)"),
     ):
         with pytest.raises(ConfigError, match=message):
             RobomimicImageWrapper(lift_images, {"obs": {**SHAPE_META["obs"], **change}})
