@@ -17,6 +17,7 @@ import difflib
 import types
 import typing
 from collections.abc import Iterable, Mapping
+from numbers import Integral, Real
 from typing import Any, Literal, TypeVar
 
 
@@ -89,7 +90,7 @@ def check_value(name: str, value: Any, hint: Any) -> None:
         if not isinstance(value, bool):
             raise ValueError(f"{name}={value!r} must be true or false")
     elif hint in (int, float):
-        if isinstance(value, bool) or not isinstance(value, int if hint is int else (int, float)):
+        if isinstance(value, bool) or not isinstance(value, Integral if hint is int else Real):
             raise ValueError(f"{name}={value!r} must be a {'whole number' if hint is int else 'number'}")
         for bound in bounds:
             if not bound.accepts(value):
