@@ -1,6 +1,7 @@
 """Options as validated dataclasses."""
 
 import dataclasses
+import itertools
 from typing import Annotated, Literal
 
 import numpy as np
@@ -66,6 +67,6 @@ def test_every_option_of_idp_is_documented():
 
     for kind in (Geometry, IDPOptions):
         body = ast.parse(inspect.getsource(kind)).body[0].body
-        for field, after in zip(body, body[1:]):
+        for field, after in itertools.pairwise(body):
             if isinstance(field, ast.AnnAssign):
                 assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant), field.target.id
