@@ -5,13 +5,16 @@ from __future__ import annotations
 import ast
 import operator
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import hydra
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
 from hydra.errors import InstantiationException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
 from diffusion_policy.common.errors import ConfigError, UserError
@@ -116,9 +119,9 @@ def groups() -> list[str]:
 
 
 def choices(group: str, folders: Iterable[pathlib.Path] = ()) -> dict[str, pathlib.Path]:
-    """Return the files of a config group by name: those that ship, then those of further config folders."""
+    """Return the files of a config group by name; those of further config folders win over those that ship."""
     files = [path for folder in (config_dir(), *folders) for path in sorted((folder / group).glob("*.yaml"))]
-    return {path.stem: path for path in reversed(files)}
+    return {path.stem: path for path in files}
 
 
 def comments(path: pathlib.Path) -> list[str]:
@@ -163,9 +166,28 @@ def register_configs(folders: Iterable[pathlib.Path] = ()) -> None:
         key = "_".join(chosen)
         store.store(group="run_name", name=key, node={"name": f"train_{key}"}, package="_global_")
     for name, chosen in grid(folders).items():
-        if not (config_dir() / f"{name}.yaml").exists():
+        # Hydra would check a file against a stored config of the same name.
+        if not any((folder / f"{name}.yaml").exists() for folder in (config_dir(), *folders)):
             overrides = [{f"override {group}": choice} for group, choice in zip(GRID, chosen, strict=True)]
             store.store(name=name, node={"defaults": ["train", *overrides, "_self_"], "name": name})
+
+
+class ShippedConfigs(SearchPathPlugin):
+    """Hydra's search path with `config/` after the folder of the user."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append(provider="shipped", path=f"file://{config_dir()}")
+
+
+def first_config_dir(folders: Sequence[pathlib.Path]) -> pathlib.Path:
+    """Return the folder in which Hydra looks first: the user's, with ours after it, or else ours.
+
+    Hydra itself puts `--config-dir` last, so that a file of the user could not replace one of ours.
+    """
+    if not folders:
+        return config_dir()
+    Plugins.instance().register(ShippedConfigs)
+    return folders[0].absolute()
 
 
 # ---------------------------------------------------------------------- objects from sections

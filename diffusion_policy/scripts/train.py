@@ -22,6 +22,7 @@ from diffusion_policy.common.config_util import (
     comments,
     config_dir,
     config_names,
+    first_config_dir,
     get_class,
     grid,
     groups,
@@ -47,7 +48,7 @@ A choice that is not given is the default, marked *.
 
 options:
   --config-name NAME    a config by name
-  --config-dir FOLDER   a folder with your own configs; its groups are added to those above
+  --config-dir FOLDER   a folder with your own configs; they are added to those above, or replace them
   --multirun            one run for each of several values: training.seed=0,1,2
   --cfg job             print the config instead of training
   --hydra-help          all options of Hydra, which composes the configs
@@ -142,7 +143,7 @@ def main() -> None:
     register_resolvers()
     if not known.config_path:  # another config folder has its own names
         register_configs(folders)
-    hydra.main(version_base=None, config_path=str(config_dir()), config_name="train")(train)()
+    hydra.main(version_base=None, config_path=str(first_config_dir(folders)), config_name="train")(train)()
 
 
 if __name__ == "__main__":

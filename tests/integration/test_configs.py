@@ -14,6 +14,7 @@ import sys
 import hydra
 import pytest
 import torch
+import yaml
 from omegaconf import OmegaConf
 
 from diffusion_policy.common.config_util import GRID, choices, comments, config_names, grid
@@ -166,6 +167,22 @@ def test_a_folder_of_the_user_joins_the_grid(tmp_path):
         assert done.returncode == 0, done.stderr
         assert f"name: {name}\n" in done.stdout and "loss_scale: 0.2" in done.stdout
     assert " mine " in command("--config-dir", str(tmp_path), "--help").stdout
+
+
+def test_a_file_of_the_user_replaces_one_of_ours(tmp_path):
+    """A config that we have as a file, one that only the grid has, and a file of a group."""
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task/pusht_state.yaml").write_text("# Mine.\nname: my_task\nobs_dim: 77\n")
+    for name in ("train_idp_mlp_lowdim", "train_flow_mlp_lowdim"):
+        (tmp_path / f"{name}.yaml").write_text(f"defaults: [task: pusht_state]\nname: my_{name}\n")
+        done = command("--config-dir", str(tmp_path), f"--config-name={name}", "--cfg", "job")
+        assert done.returncode == 0, done.stderr
+        assert yaml.safe_load(done.stdout) == {"name": f"my_{name}", "task": {"name": "my_task", "obs_dim": 77}}
+    for arguments in ([], ["--config-name=train_mip_unet_lowdim", "task=pusht_state"]):
+        done = command("--config-dir", str(tmp_path), *arguments, "--cfg", "job")
+        task = yaml.safe_load(done.stdout)["task"]
+        assert (task["name"], task["obs_dim"]) == ("my_task", 77), done.stderr
+    assert choices("task", [tmp_path])["pusht_state"] == tmp_path / "task/pusht_state.yaml"
 
 
 @pytest.fixture(scope="module")
