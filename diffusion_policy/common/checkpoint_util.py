@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from diffusion_policy.common.errors import ConfigError
 
@@ -35,6 +37,14 @@ class TopKCheckpointManager:
         self.format_str = format_str
         self.path_value_map: dict[str, float] = {}
         self.displaced: list[str] = []
+
+    @classmethod
+    def from_config(cls, save_dir: str | os.PathLike, topk: Mapping[str, Any]) -> TopKCheckpointManager:
+        """The manager that the section `checkpoint.topk` of a config describes."""
+        try:
+            return cls(save_dir, **topk)
+        except TypeError as error:
+            raise ConfigError(f"checkpoint.topk: {error}") from error
 
     def get_ckpt_path(self, data: dict) -> str | None:
         """Where to save the checkpoint of an epoch with metrics `data`; None if it is not among the best.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from omegaconf import DictConfig
@@ -15,6 +15,9 @@ from diffusion_policy.common.batch_stream import BatchStream
 from diffusion_policy.common.config_util import build
 from diffusion_policy.common.pytorch_util import dict_apply
 from diffusion_policy.common.random_state import isolated_random_state
+
+if TYPE_CHECKING:
+    from diffusion_policy.workspace.train_workspace import TrainWorkspace
 
 
 @contextlib.contextmanager
@@ -29,6 +32,24 @@ def make_runner(cfg: DictConfig, folder: pathlib.Path, seed: int) -> Iterator[An
     finally:
         if hasattr(runner, "close"):
             runner.close()
+
+
+def evaluate(run: TrainWorkspace, runner: Any, due: Callable[[int], bool]) -> dict[str, Any]:
+    """The metrics that are due at the end of an epoch. Leaves the training's random state as it is.
+
+    due(interval): whether an evaluation that happens every `interval` epochs is due.
+    """
+    s, policy, record = run.settings, run.policy, {}
+    policy.eval()
+    policy.set_progress(run.global_step / max(1, run.total_steps))
+    with isolated_random_state(s.seed), torch.no_grad():
+        if due(s.val_every) and run.val_stream is not None:
+            record["val_loss"] = validation_loss(policy, run.val_stream, run.device, s.max_val_steps)
+        if due(s.sample_every):
+            record["train_action_mse_error"] = action_error(policy, run.stream, run.device)
+        if due(s.rollout_every) and runner is not None:
+            record |= runner.run(policy)
+    return record
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

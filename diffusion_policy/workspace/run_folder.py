@@ -9,14 +9,17 @@ import os
 import pathlib
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from diffusion_policy.common.errors import CheckpointError, ConfigError, StorageError
 from diffusion_policy.common.plot_util import plot_learning_curve
 from diffusion_policy.storage import atomic, checkpoint_io
 from diffusion_policy.workspace.console import say
+
+if TYPE_CHECKING:
+    from diffusion_policy.workspace.train_workspace import TrainWorkspace
 
 try:
     import fcntl
@@ -86,6 +89,16 @@ def load_first_readable(checkpoints: list[pathlib.Path]) -> tuple[pathlib.Path, 
     )
 
 
+def resume(run: TrainWorkspace, checkpoints: list[pathlib.Path]) -> None:
+    """Continue from the first checkpoint that can be read."""
+    path, payload = load_first_readable(checkpoints)
+    run.load_payload(payload)
+    if path != run.get_checkpoint_path():
+        atomic.copy(path, run.get_checkpoint_path())
+    report_changes(payload["cfg"], OmegaConf.to_container(run.cfg, resolve=True))
+    say(f"resuming {run.folder} at step {run.global_step} of {run.total_steps} ({path.name})")
+
+
 def drop_log_after(path: pathlib.Path, step: int) -> None:
     """Remove records that a killed run logged after its last checkpoint, so that no step is logged twice."""
     if not path.is_file():
@@ -130,19 +143,47 @@ def continue_command(folder: pathlib.Path) -> str:
     return f"python {' '.join(arguments)} training.resume=true hydra.run.dir={folder}"
 
 
-# ---------------------------------------------------------------------- the end of a run
-def storage_error(error: OSError, folder: pathlib.Path, step: int) -> StorageError | None:
-    """A message on how to continue, if `error` is a full disk or a failed write; else None."""
-    if isinstance(error, StorageError):
-        what = str(error)
-    elif error.errno in atomic.FULL_DISK:
-        what = f"{error.filename or folder}: {atomic.reason(error)}"
-    else:
-        return None
-    return StorageError(
-        f"{what}. The run stopped at step {step}; its last checkpoint is complete. Free some space, then continue "
-        f"with\n    {continue_command(folder)}"
+# ---------------------------------------------------------------------- the beginning and the end of a run
+def write_config(run: TrainWorkspace) -> None:
+    atomic.write_text(run.folder / "config.yaml", OmegaConf.to_yaml(run.cfg, resolve=True))
+
+
+def announce(run: TrainWorkspace) -> None:
+    """Print what is trained on what."""
+    size = sum(p.numel() for p in run.model.parameters() if p.requires_grad) / 1e6
+    say(
+        f"training {type(run.model).__name__} ({size:.2f} M parameters) on {run.stream.size} windows of "
+        f"{run.cfg.task.name}, {run.total_steps} steps of batch {run.cfg.dataloader.batch_size} on "
+        f"{run.device}; run folder {run.folder}"
     )
+
+
+@contextlib.contextmanager
+def storage_errors_explained(run: TrainWorkspace) -> Iterator[None]:
+    """Say how to continue after a full disk or a failed write."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, StorageError):
+            what = str(error)
+        elif error.errno in atomic.FULL_DISK:
+            what = f"{error.filename or run.folder}: {atomic.reason(error)}"
+        else:
+            raise
+        raise StorageError(
+            f"{what}. The run stopped at step {run.global_step}; its last checkpoint is complete. Free some space, "
+            f"then continue with\n    {continue_command(run.folder)}"
+        ) from error
+
+
+def finish(run: TrainWorkspace) -> dict[str, Any]:
+    """Write the summary of a complete run; exit with 130, and the command that continues it, if it was stopped."""
+    if run.global_step < run.total_steps:
+        command = continue_command(run.folder)
+        say(f"stopped at step {run.global_step} of {run.total_steps}; continue with\n    {command}")
+        sys.exit(130)
+    evaluable = run.cfg.task.get("env_runner") is not None
+    return write_summary(run.folder, run.scores, run.global_step, run.get_checkpoint_path(), evaluable)
 
 
 def write_summary(

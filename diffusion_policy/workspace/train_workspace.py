@@ -6,30 +6,27 @@ import contextlib
 import copy
 import math
 import pathlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from diffusion_policy.common.batch_stream import BatchStream
 from diffusion_policy.common.checkpoint_util import TopKCheckpointManager
 from diffusion_policy.common.config_util import build, resolve_device
 from diffusion_policy.common.errors import ConfigError
-from diffusion_policy.common.json_logger import JsonLogger
 from diffusion_policy.common.random_state import RandomState, isolated_random_state, seed_everything
 from diffusion_policy.model.common.lr_scheduler import get_scheduler
 from diffusion_policy.policy.training_hooks import provide_hooks
-from diffusion_policy.storage import atomic
 from diffusion_policy.workspace import divergence, run_folder
 from diffusion_policy.workspace.base_workspace import BaseWorkspace
-from diffusion_policy.workspace.console import progress_bar, say
-from diffusion_policy.workspace.evaluation import action_error, make_runner, to_device, validation_loss
+from diffusion_policy.workspace.console import progress_bar
+from diffusion_policy.workspace.evaluation import evaluate, make_runner, to_device
 from diffusion_policy.workspace.optimizer import make_optimizer
+from diffusion_policy.workspace.run_log import RunLog
 from diffusion_policy.workspace.settings import TrainingSettings, check_sections
 from diffusion_policy.workspace.signals import StopRequest
-from diffusion_policy.workspace.tracker import Tracker
 
 
 class TrainWorkspace(BaseWorkspace):
@@ -80,43 +77,14 @@ class TrainWorkspace(BaseWorkspace):
             runner = stack.enter_context(make_runner(self.cfg, self.folder, self.settings.seed))
             self.prepare()
             if checkpoints:
-                self._resume(checkpoints)
-            atomic.write_text(self.folder / "config.yaml", OmegaConf.to_yaml(self.cfg, resolve=True))
-            run_folder.drop_log_after(self.folder / run_folder.LOG, self.global_step)
-            self.tracker = stack.enter_context(Tracker(self.cfg, self.folder))
-            size = sum(p.numel() for p in self.model.parameters() if p.requires_grad) / 1e6
-            say(
-                f"training {type(self.model).__name__} ({size:.2f} M parameters) on {self.stream.size} windows of "
-                f"{self.cfg.task.name}, {self.total_steps} steps of batch {self.cfg.dataloader.batch_size} on "
-                f"{self.device}; run folder {self.folder}"
-            )
-            try:
-                with JsonLogger(str(self.folder / run_folder.LOG)) as self.logger, StopRequest() as stop:
-                    self._train(stop, runner)
-                return self._finish()
-            except OSError as error:
-                explained = run_folder.storage_error(error, self.folder, self.global_step)
-                if explained is None:
-                    raise
-                raise explained from error
-
-    def _finish(self) -> dict[str, Any]:
-        if self.global_step < self.total_steps:
-            command = run_folder.continue_command(self.folder)
-            say(f"stopped at step {self.global_step} of {self.total_steps}; continue with\n    {command}")
-            sys.exit(130)
-        evaluable = self.cfg.task.get("env_runner") is not None
-        return run_folder.write_summary(
-            self.folder, self.scores, self.global_step, self.get_checkpoint_path(), evaluable
-        )
-
-    def _resume(self, checkpoints: list[pathlib.Path]) -> None:
-        path, payload = run_folder.load_first_readable(checkpoints)
-        self.load_payload(payload)
-        if path != self.get_checkpoint_path():
-            atomic.copy(path, self.get_checkpoint_path())
-        run_folder.report_changes(payload["cfg"], OmegaConf.to_container(self.cfg, resolve=True))
-        say(f"resuming {self.output_dir} at step {self.global_step} of {self.total_steps} ({path.name})")
+                run_folder.resume(self, checkpoints)
+            run_folder.write_config(self)
+            run_folder.announce(self)
+            stack.enter_context(run_folder.storage_errors_explained(self))
+            self.log = stack.enter_context(RunLog(self.cfg, self.folder, self.global_step))
+            with StopRequest() as stop:
+                self._train(stop, runner)
+            return run_folder.finish(self)
 
     # ------------------------------------------------------------------ prepare
     def prepare(self) -> None:
@@ -143,10 +111,7 @@ class TrainWorkspace(BaseWorkspace):
             num_training_steps=max(1, self.total_steps),
         )
         self.ema = build(cfg, "ema", model=self.ema_model) if self.ema_model is not None else None
-        try:
-            self.topk = TopKCheckpointManager(save_dir=str(self.get_checkpoint_path().parent), **cfg.checkpoint.topk)
-        except TypeError as error:
-            raise ConfigError(f"checkpoint.topk: {error}") from error
+        self.topk = TopKCheckpointManager.from_config(self.get_checkpoint_path().parent, cfg.checkpoint.topk)
         self.random_state = RandomState()
         self.device = resolve_device(s.device)
         for policy in policies:
@@ -172,11 +137,8 @@ class TrainWorkspace(BaseWorkspace):
                 if not (end_of_epoch or stop.requested or self.global_step % s.log_every == 0):
                     continue
 
-                record = {
-                    "global_step": self.global_step - 1,
-                    "epoch": self.epoch,
-                    "lr": self.lr_scheduler.get_last_lr()[0],
-                }
+                record: dict[str, Any] = {"global_step": self.global_step - 1, "epoch": self.epoch}
+                record["lr"] = self.lr_scheduler.get_last_lr()[0]
                 if losses:
                     record["train_loss"] = sum(losses) / len(losses)
                     bar.set_postfix(epoch=self.epoch, loss=f"{record['train_loss']:.4g}", refresh=False)
@@ -185,11 +147,9 @@ class TrainWorkspace(BaseWorkspace):
                     record["skipped_steps"] = self.skipped_steps
                 record |= self.model.metrics()
                 if end_of_epoch:
-                    if self.epoch_loss[1]:
-                        record["train_loss"] = self.epoch_loss[0] / self.epoch_loss[1]
                     self._end_epoch(record, runner)
                 else:
-                    self._log(record)
+                    self.log(record)
                 if stop.requested:
                     self.save_checkpoint()
                     return
@@ -227,30 +187,22 @@ class TrainWorkspace(BaseWorkspace):
     # ------------------------------------------------------------------ end of an epoch
     def _end_epoch(self, record: dict[str, Any], runner: Any) -> None:
         """Evaluate, log and save, each if its interval is due. Evaluation leaves the training's random state alone."""
-        s, policy, last = self.settings, self.policy, self.global_step >= self.total_steps
+        last = self.global_step >= self.total_steps
 
         def due(every: int) -> bool:
             return last or (self.epoch + 1) % every == 0
 
-        policy.eval()
-        policy.set_progress(self.global_step / max(1, self.total_steps))
-        with isolated_random_state(s.seed), torch.no_grad():
-            if due(s.val_every) and self.val_stream is not None:
-                record["val_loss"] = validation_loss(policy, self.val_stream, self.device, s.max_val_steps)
-            if due(s.sample_every):
-                record["train_action_mse_error"] = action_error(policy, self.stream, self.device)
-            if due(s.rollout_every) and runner is not None:
-                record |= runner.run(policy)
+        if self.epoch_loss[1]:
+            record["train_loss"] = self.epoch_loss[0] / self.epoch_loss[1]
+        record |= evaluate(self, runner, due)
         if "test/mean_score" in record:
             self.scores.append(record["test/mean_score"])
-        self._log(record)
-        shown = ("train_loss", "val_loss", "train_action_mse_error", "test/mean_score", "test/lost_episodes")
-        values = ", ".join(f"{key} {record[key]:.4g}" for key in shown if key in record)
-        say(f"epoch {self.epoch}, step {self.global_step}/{self.total_steps}: {values}")
+        self.log(record)
+        self.log.say_epoch(record, self.global_step, self.total_steps)
 
         metrics = {key.replace("/", "_"): value for key, value in record.items()}
         best = self.topk.get_ckpt_path(metrics) if self.cfg.checkpoint.topk.monitor_key in metrics else None
-        save = due(s.checkpoint_every) or best is not None
+        save = due(self.settings.checkpoint_every) or best is not None
         self.epoch += 1
         self.epoch_loss = [0.0, 0]
         if save:
@@ -259,7 +211,3 @@ class TrainWorkspace(BaseWorkspace):
                 self.save_checkpoint(path=best)
             self.save_checkpoint()
             self.topk.remove_displaced()
-
-    def _log(self, record: dict[str, Any]) -> None:
-        self.logger.log(record)
-        self.tracker.log(record)
