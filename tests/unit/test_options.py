@@ -2,15 +2,20 @@
 
 import dataclasses
 import itertools
+import json
 from typing import Annotated, Literal
 
+import hydra
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 
+from diffusion_policy.common.config_util import choices
 from idp_workspace.drifting import Field
 from idp_workspace.geometry_variants import Geometry
 from idp_workspace.options import Above, AtLeast, Between, Options, split_options, unknown_argument
 from idp_workspace.policy.idp_options import IDPOptions
+from tests.util import load_config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,3 +75,17 @@ def test_every_option_of_idp_is_documented():
         for field, after in itertools.pairwise(body):
             if isinstance(field, ast.AnnAssign):
                 assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant), field.target.id
+
+
+#: Objectives that cannot be built without an object, such as a noise scheduler.
+NO_DEFAULT = ("diffusion", "one_step_diffusion", "dp3")
+
+
+@pytest.mark.parametrize("objective", sorted(set(choices("objective")) - set(NO_DEFAULT)))
+def test_the_config_of_an_objective_has_the_defaults_of_its_options(objective):
+    """The dataclass and the config both show a reader the paper's values; they must not drift apart."""
+    policy = OmegaConf.to_container(load_config("train", f"objective={objective}", "backbone=unet").policy)
+    defaults = dataclasses.asdict(hydra.utils.get_class(policy["_target_"]).Options())
+    defaults = json.loads(json.dumps(defaults))  # tuples as lists
+    changed = {key for key, value in policy.items() if key in defaults and value != defaults[key]}
+    assert changed == ({"geometry"} if objective == "idp_m0" else set())
