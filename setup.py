@@ -1,4 +1,4 @@
-"""Packages: diffusion_policy (a namespace package), idp_workspace, and the configs as diffusion_policy.config."""
+"""Packages: diffusion_policy, of namespace packages, idp_workspace, and the configs as diffusion_policy.config."""
 
 import pathlib
 

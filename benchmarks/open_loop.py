@@ -15,7 +15,7 @@ import torch
 from omegaconf import OmegaConf
 
 from diffusion_policy.common.config_util import build, register_resolvers
-from diffusion_policy.scripts.eval import load_policy
+from diffusion_policy.policy.loading import policy_of
 from diffusion_policy.storage import atomic, checkpoint_io
 
 
@@ -40,7 +40,7 @@ def main() -> None:
     register_resolvers()
     payload = checkpoint_io.load(options.checkpoint)
     cfg = OmegaConf.create(payload["cfg"])
-    policy = load_policy(cfg, payload).eval()
+    policy = policy_of(payload)
     dataset = build(cfg, "task.dataset")
     held_out = dataset.get_validation_dataset()
     if not len(held_out):

@@ -27,7 +27,7 @@ from diffusion_policy.common.random_state import seed_everything
 from diffusion_policy.common.replay_buffer import ReplayBuffer
 from diffusion_policy.env.pusht.pusht_env import WINDOW
 from diffusion_policy.env.pusht.pusht_keypoints_env import PushTKeypointsEnv
-from diffusion_policy.scripts.eval import load_policy
+from diffusion_policy.policy.loading import policy_of
 from diffusion_policy.storage import checkpoint_io
 
 FIRST_SEED = 200000  # not used by the demonstrations (0 to 205) nor by the held-out set (from 100000)
@@ -135,9 +135,9 @@ def write(options: argparse.Namespace) -> None:
     device = resolve_device(options.device)
     policies, descriptions = [], []
     for path in options.checkpoint:
-        payload = checkpoint_io.load(path)
+        payload = checkpoint_io.load(path, sections=("policy",))
         cfg = OmegaConf.create(payload["cfg"])
-        policy = load_policy(cfg, payload).to(device).eval()
+        policy = policy_of(payload, device)
         if policy.obs_dim not in (5, 20):
             raise ConfigError(f"{path} observes {policy.obs_dim} numbers; PushT's state has 5, keypoints with agent 20")
         policies.append(policy)

@@ -16,14 +16,16 @@ import sys
 
 from diffusion_policy.common.config_util import register_resolvers
 from diffusion_policy.common.errors import CheckpointError, ConfigError, UserError
+from diffusion_policy.policy.loading import find_checkpoint, policy_of
 from diffusion_policy.storage import checkpoint_io, weights_io
+from diffusion_policy.storage.safe_config import checked_config
 
 
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(
         prog="convert_checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    out.add_argument("checkpoint", type=pathlib.Path, help="the file to convert")
+    out.add_argument("checkpoint", type=pathlib.Path, help="the file to convert, or a run folder")
     out.add_argument(
         "output",
         type=pathlib.Path,
@@ -44,8 +46,11 @@ def convert(
     """Write `checkpoint` as the safe file or folder `output`; returns `output`."""
     if output.exists() and not overwrite:
         raise ConfigError(f"{output} exists already: choose another name, or pass --overwrite")
-    payload = checkpoint_io.load(checkpoint, trust=trust)
+    checkpoint = find_checkpoint(checkpoint)
+    payload = checkpoint_io.load(checkpoint, trust=trust, check_config=False)
     if output.suffix != ".ckpt":
+        cfg = payload["cfg"] if trust else checked_config(payload["cfg"], str(checkpoint), ("policy",))
+        policy_of({**payload, "cfg": cfg})  # what is exported must load
         return weights_io.write(payload, output)
     safe = {name: payload[name] for name in ("cfg", "state_dicts")}
     safe["attributes"] = {

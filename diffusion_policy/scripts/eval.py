@@ -19,13 +19,12 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from diffusion_policy.common.config_util import build, register_resolvers, resolve_device
-from diffusion_policy.common.errors import CheckpointError, ConfigError, EvaluationError, UserError
+from diffusion_policy.common.config_util import build, resolve_device
+from diffusion_policy.common.errors import ConfigError, EvaluationError, UserError
 from diffusion_policy.common.random_state import seed_everything
 from diffusion_policy.common.statistics import mean_interval
-from diffusion_policy.policy.training_hooks import provide_hooks
+from diffusion_policy.policy.loading import policy_of
 from diffusion_policy.storage import atomic, checkpoint_io
-from diffusion_policy.storage.weights_io import acting_weights
 
 #: First seed of each named set. `mip` shares its starts with the public PushT demonstrations, `heldout` does not.
 SEED_SETS = {"mip": 0, "heldout": 100000}
@@ -80,9 +79,9 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     if options.n_episodes is not None and options.n_episodes < 1:
         raise ConfigError(f"--n_episodes {options.n_episodes}: at least one episode is needed")
     device = resolve_device(options.device)
-    payload = checkpoint_io.load(checkpoint, trust=options.trust_checkpoint)
+    payload = checkpoint_io.load(checkpoint, trust=options.trust_checkpoint, sections=("policy", "task.env_runner"))
     cfg = OmegaConf.create(payload["cfg"])
-    policy = load_policy(cfg, payload).to(device).eval()
+    policy = policy_of(payload, device)
     if options.nfe is not None:
         set_nfe(policy, options.nfe)
     # Nothing is written before this line: a checkpoint that does not load leaves the folder unchanged.
@@ -122,19 +121,6 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     )
     print(f"written to {output / 'eval_log.json'}")
     return log
-
-
-def load_policy(cfg: DictConfig, payload: dict[str, Any]) -> Any:
-    """The policy of a checkpoint, with the averaged weights if there are any."""
-    register_resolvers()
-    weights = payload["state_dicts"][acting_weights(payload)]
-    policy = build(cfg, "policy")
-    provide_hooks(policy)
-    try:
-        policy.load_state_dict(weights)
-    except RuntimeError as error:
-        raise CheckpointError(f"the checkpoint's weights do not fit its configuration: {str(error)[:600]}") from error
-    return policy
 
 
 def set_nfe(policy: Any, nfe: int) -> None:

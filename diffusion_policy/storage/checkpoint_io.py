@@ -17,6 +17,7 @@ import pathlib
 import pickle
 import platform
 import zipfile
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -74,11 +75,15 @@ def save(payload: dict[str, Any], path: str | os.PathLike, previous: str | os.Pa
     write_atomically(path, write, previous)
 
 
-def load(path: str | os.PathLike, trust: bool = False, check_config: bool = True) -> dict[str, Any]:
+def load(
+    path: str | os.PathLike, trust: bool = False, check_config: bool = True, sections: Sequence[str] | None = None
+) -> dict[str, Any]:
     """The payload of a checkpoint, on the CPU, with `cfg` as plain dicts.
 
     Unless `trust`, no code from the file runs, and its config may name only classes of allowed packages (see
-    safe_config). A caller that builds nothing from the config, such as a resumed run, can set check_config=False.
+    safe_config). A caller that builds only some sections of the config names them: the classes of the others are then
+    neither imported nor needed, and not in the payload. A caller that builds nothing from the config, such as a resumed
+    run, can set check_config=False.
 
     Raises:
         CheckpointError: the file is missing, damaged, of a newer format, or not trusted.
@@ -94,7 +99,7 @@ def load(path: str | os.PathLike, trust: bool = False, check_config: bool = True
         raise CheckpointError(f"there is no checkpoint at {path}")
     _check_payload(payload, path)
     if check_config and not trust:
-        payload["cfg"] = checked_config(payload["cfg"], str(path))
+        payload["cfg"] = checked_config(payload["cfg"], str(path), sections)
     return payload
 
 

@@ -11,6 +11,7 @@ import functools
 import importlib.metadata
 import inspect
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import hydra
@@ -29,14 +30,35 @@ LIBRARIES = ("torch.nn", "torch.optim", "diffusers.schedulers")
 FUNCTIONS = ("diffusion_policy.model.vision.model_getter.get_resnet",)
 
 
-def checked_config(cfg: Any, where: str) -> dict[str, Any]:
-    """`cfg` with its interpolations resolved, if every `_target_` in it is allowed; raises CheckpointError."""
+def checked_config(cfg: Any, where: str, sections: Sequence[str] | None = None) -> dict[str, Any]:
+    """`cfg` with its interpolations resolved, if every `_target_` in it is allowed; raises CheckpointError.
+
+    sections: those that the caller builds, such as "policy" or "task.env_runner". Outside of them every `_target_` is
+    removed instead of checked.
+    """
     try:
         resolved: Any = OmegaConf.to_container(OmegaConf.create(cfg), resolve=True)
     except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"the config in {where} cannot be read: {error}") from error
+    if sections is not None:
+        resolved = _without_targets(resolved, sections)
     _check(resolved, where, "")
     return resolved
+
+
+def _without_targets(node: Any, sections: Sequence[str], path: str = "") -> Any:
+    """A copy of `node` in which only `sections` can be built."""
+    if path in sections:
+        return node
+    if isinstance(node, dict):
+        return {
+            name: _without_targets(child, sections, f"{path}.{name}".strip("."))
+            for name, child in node.items()
+            if name != "_target_"
+        }
+    if isinstance(node, list):
+        return [_without_targets(child, sections, f"{path}[{number}]") for number, child in enumerate(node)]
+    return node
 
 
 def _check(node: Any, where: str, path: str) -> None:

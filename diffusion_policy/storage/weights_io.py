@@ -33,6 +33,17 @@ def acting_weights(payload: dict[str, Any]) -> str:
     return name
 
 
+def acting_config(cfg: dict[str, Any]) -> dict[str, Any]:
+    """The part of a run's config that is needed to act, and the runner, which eval.py needs if there is one."""
+
+    def part(section: str, names: tuple[str, ...]) -> dict[str, Any]:
+        values = cfg.get(section)
+        return {name: values[name] for name in names if name in values} if isinstance(values, dict) else {}
+
+    out = {name: cfg[name] for name in ("name", "policy") if name in cfg}
+    return out | {"task": part("task", ("name", "env_runner")), "training": part("training", ("seed", "use_ema"))}
+
+
 def write(payload: dict[str, Any], folder: str | os.PathLike) -> pathlib.Path:
     """Export the weights of a loaded checkpoint; returns the folder."""
     folder = pathlib.Path(folder)
@@ -45,7 +56,7 @@ def write(payload: dict[str, Any], folder: str | os.PathLike) -> pathlib.Path:
         "format": checkpoint_io.FORMAT,
         "weights": name,
         "sha256": hashlib.sha256(data).hexdigest(),
-        "cfg": payload["cfg"],
+        "cfg": acting_config(payload["cfg"]),
         "attributes": {key: payload.get("attributes", {}).get(key) for key in ("global_step", "epoch")},
         "versions": checkpoint_io.versions(),
     }

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from diffusion_policy.common.config_util import GRID, choices, comments, config_names, grid
 from diffusion_policy.common.errors import ConfigError
+from diffusion_policy.policy.loading import policy_of
 from diffusion_policy.scripts import eval as eval_script
 from diffusion_policy.storage import checkpoint_io
 from diffusion_policy.workspace import run_folder
@@ -213,7 +214,7 @@ def test_trains_checkpoints_and_evaluates(name, tmp_path, data):
     assert summary["videos"]
     # The saved policy acts like the one in memory.
     payload = checkpoint_io.load(summary["checkpoint"])
-    policy = eval_script.load_policy(OmegaConf.create(payload["cfg"]), payload).eval()
+    policy = policy_of(payload)
     obs = {"obs": torch.rand(2, 2, payload["cfg"]["task"]["obs_dim"]) * 400}
     torch.manual_seed(0)
     expected = workspace.policy.eval().predict_action(obs)["action"]
@@ -242,7 +243,7 @@ def test_trains_and_evaluates_from_images(name, tmp_path, data):
     )
     assert summary["steps"] == 2 and summary["evaluations"] == 2
     payload = checkpoint_io.load(summary["checkpoint"])
-    policy = eval_script.load_policy(OmegaConf.create(payload["cfg"]), payload).eval()
+    policy = policy_of(payload)
     obs = {"image": torch.rand(2, 2, 3, 96, 96), "agent_pos": torch.rand(2, 2, 2) * 400}
     torch.manual_seed(0)
     expected = workspace.policy.eval().predict_action(obs)["action"]
@@ -425,8 +426,29 @@ def test_layers_of_the_code(repo_root):
                 )
             elif isinstance(node, ast.Import):
                 assert not any(alias.name.startswith("diffusion_policy") for alias in node.names), path
-    # Third parties extend the namespace package.
-    assert not (repo_root / "diffusion_policy/__init__.py").exists()
+
+
+def test_third_parties_extend_the_package_as_a_namespace(tmp_path):
+    """Their folder adds modules; those before ours in sys.path come first, so that upstream's tree stays upstream's."""
+    for folder, text in (("first", "mine"), ("second", "not mine")):
+        module = tmp_path / folder / "diffusion_policy/common/errors.py"
+        module.parent.mkdir(parents=True)
+        module.write_text(f"NAME = {text!r}")
+    (tmp_path / "second/diffusion_policy/own.py").write_text("")
+    code = (
+        "import diffusion_policy, sys; assert 'torch' not in sys.modules\n"
+        "from diffusion_policy.common import errors; import diffusion_policy.own, diffusion_policy.common.memory\n"
+        "print(errors.NAME, hasattr(diffusion_policy, 'x'))"
+    )
+    path = os.pathsep.join(map(str, (tmp_path / "first", ROOT, tmp_path / "second")))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "mine False\n", done.stderr
 
 
 # robomimic's tasks
@@ -562,7 +584,7 @@ def test_every_method_trains_on_point_clouds(name, tmp_path, clouds):
         and type(workspace.model.obs_encoder).__name__ == "DP3Encoder"
     )
     payload = checkpoint_io.load(summary["checkpoint"])
-    policy = eval_script.load_policy(OmegaConf.create(payload["cfg"]), payload).eval()
+    policy = policy_of(payload)
     obs = {"point_cloud": torch.randn(2, 2, 16, 3), "agent_pos": torch.randn(2, 2, 9)}
     torch.manual_seed(0)
     expected = workspace.policy.eval().predict_action(obs)["action"]

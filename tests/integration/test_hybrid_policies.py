@@ -24,7 +24,7 @@ from diffusion_policy.policy.base_image_policy import BaseImagePolicy
 from diffusion_policy.policy.diffusion_transformer_hybrid_image_policy import DiffusionTransformerHybridImagePolicy
 from diffusion_policy.policy.diffusion_unet_hybrid_image_policy import DiffusionUnetHybridImagePolicy
 from diffusion_policy.policy.diffusion_unet_image_policy import DiffusionUnetImagePolicy
-from diffusion_policy.scripts import eval as eval_script
+from diffusion_policy.policy.loading import policy_of
 from diffusion_policy.storage import checkpoint_io
 from idp_workspace import policy as policies
 from tests import golden
@@ -507,7 +507,7 @@ def run(name, output, data, *overrides):
 
 def saved_policy(summary):
     payload = checkpoint_io.load(summary["checkpoint"])
-    return eval_script.load_policy(OmegaConf.create(payload["cfg"]), payload).eval()
+    return policy_of(payload)
 
 
 def same_prediction(policy, other):

@@ -14,7 +14,7 @@ import torch
 from omegaconf import OmegaConf
 
 from diffusion_policy.common.errors import CheckpointError, ConfigError
-from diffusion_policy.scripts import eval as eval_script
+from diffusion_policy.policy.loading import load_policy
 from diffusion_policy.scripts.convert_checkpoint import convert
 from diffusion_policy.storage import checkpoint_io, weights_io
 from diffusion_policy.storage.safe_config import VARIABLE, checked_config
@@ -163,9 +163,7 @@ def test_a_teacher_is_a_file_from_a_stranger_too(checkpoint, tmp_path):
     payload = checkpoint_io.load(checkpoint)
     payload["cfg"]["policy"]["model"] = {"_target_": "os.system", "command": f"touch {tmp_path / 'executed'}"}
     checkpoint_io.save(payload, tmp_path / "teacher.ckpt")
-    student = eval_script.load_policy(
-        OmegaConf.create(checkpoint_io.load(checkpoint)["cfg"]), checkpoint_io.load(checkpoint)
-    )
+    student = load_policy(checkpoint)
     with pytest.raises(TeacherError, match="os.system"):
         load_teacher(tmp_path / "teacher.ckpt", type(student), student, "train_idp_mlp_lowdim")
     assert not (tmp_path / "executed").exists()
@@ -262,17 +260,12 @@ def test_payloads_of_another_shape_are_refused(checkpoint, tmp_path, change):
 
 
 # ---------------------------------------------------------------------- exports and conversions
-def policy_of(path):
-    payload = checkpoint_io.load(path)
-    return eval_script.load_policy(OmegaConf.create(payload["cfg"]), payload).eval()
-
-
 def test_exported_weights_act_the_same(checkpoint, tmp_path):
     folder = convert(checkpoint, tmp_path / "weights")
     assert {path.name for path in folder.iterdir()} == {weights_io.WEIGHTS, weights_io.CONFIG}
     assert json.loads((folder / weights_io.CONFIG).read_text())["weights"] == "ema_model"
     obs = {"obs": torch.rand(3, 2, 5) * 400}
-    assert equal(policy_of(folder).predict_action(obs), policy_of(checkpoint).predict_action(obs))
+    assert equal(load_policy(folder).predict_action(obs), load_policy(checkpoint).predict_action(obs))
     with pytest.raises(ConfigError, match="--overwrite"):
         convert(checkpoint, tmp_path / "weights")
     done = subprocess.run(
@@ -329,7 +322,7 @@ def test_an_upstream_checkpoint_becomes_a_safe_one(checkpoint, tmp_path):
     )
     obs = {"obs": torch.rand(3, 2, 5) * 400}
     for path in ("safe.ckpt", "weights"):
-        assert equal(policy_of(tmp_path / path).predict_action(obs), policy_of(checkpoint).predict_action(obs))
+        assert equal(load_policy(tmp_path / path).predict_action(obs), load_policy(checkpoint).predict_action(obs))
     assert not marker.exists()
 
 

@@ -1,0 +1,83 @@
+"""Loading a trained policy to act with: no dataset, runner or workspace class is needed."""
+
+from __future__ import annotations
+
+import math
+import os
+import pathlib
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from diffusion_policy.common.config_util import build, resolve_device
+from diffusion_policy.common.errors import CheckpointError
+from diffusion_policy.policy.training_hooks import provide_hooks
+from diffusion_policy.storage import checkpoint_io, weights_io
+
+
+def load_policy(
+    path: str | os.PathLike, device: str | torch.device = "auto", best: bool = False, trust: bool = False
+) -> Any:
+    """Load a policy to act with: in eval mode, on `device`, with the averaged weights if the run kept them.
+
+    Args:
+        path: a checkpoint (.ckpt), a run folder, or a folder of exported weights.
+        device: auto (cuda, then mps, then cpu), cpu, cuda, cuda:1, mps.
+        best: of a run folder, the checkpoint with the best monitored score instead of the latest.
+        trust: open a pickled (upstream) checkpoint, or one that names classes of other packages. This runs code from
+            the file.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is damaged, or not trusted.
+        ConfigError: this machine does not have the device.
+    """
+    where = resolve_device(str(device))
+    return policy_of(checkpoint_io.load(find_checkpoint(path, best), trust=trust, sections=("policy",)), where)
+
+
+def policy_of(payload: dict[str, Any], device: torch.device | str = "cpu") -> Any:
+    """Return the policy of a loaded checkpoint, as `load_policy` does."""
+    weights = payload["state_dicts"][weights_io.acting_weights(payload)]
+    policy = build(OmegaConf.create(payload["cfg"]), "policy")
+    if not (isinstance(policy, torch.nn.Module) and hasattr(policy, "predict_action")):
+        raise CheckpointError(f"the checkpoint holds a {type(policy).__name__}, which is not a policy")
+    provide_hooks(policy)
+    try:
+        policy.load_state_dict(weights)
+    except RuntimeError as error:
+        raise CheckpointError(f"the checkpoint's weights do not fit its configuration: {str(error)[:600]}") from error
+    return policy.to(device).eval()
+
+
+# ---------------------------------------------------------------------- run folders
+def find_checkpoint(path: str | os.PathLike, best: bool = False) -> pathlib.Path:
+    """Return what `path` stands for: itself, or of a run folder its latest or its best checkpoint."""
+    path = pathlib.Path(path)
+    if not path.is_dir() or (path / weights_io.CONFIG).is_file():
+        if best:
+            raise CheckpointError(f"{path} is not a run folder, so it has no best checkpoint")
+        return path
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    latest = folder / "latest.ckpt"
+    if not latest.is_file():
+        raise CheckpointError(
+            f"{path} is neither a run folder (no checkpoints/latest.ckpt) nor exported weights (no {weights_io.CONFIG})"
+        )
+    return _best(latest) if best else latest
+
+
+def _best(latest: pathlib.Path) -> pathlib.Path:
+    """Return the checkpoint with the best monitored score, by the list that the latest one holds."""
+    payload = checkpoint_io.load(latest, check_config=False)
+    values = payload["state_dicts"].get("topk", {}).get("values")
+    scores = {
+        latest.with_name(pathlib.Path(name).name): value
+        for name, value in (values.items() if isinstance(values, dict) else ())
+        if isinstance(name, str) and isinstance(value, (int, float)) and math.isfinite(value)
+    }
+    found = [path for path in scores if path.is_file()]
+    if not found:
+        raise CheckpointError(f"{latest.parent} has no checkpoint with a monitored score; omit best to take the latest")
+    highest = OmegaConf.select(OmegaConf.create(payload["cfg"]), "checkpoint.topk.mode") != "min"
+    return (max if highest else min)(found, key=scores.__getitem__)
