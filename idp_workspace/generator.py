@@ -6,6 +6,7 @@ Objectives train and sample a generator and do not know what is inside.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +73,14 @@ class Generator:
             cond = self.model.cond_obs_emb(cond)  # type: ignore[operator]
         return cond.detach().flatten(1)
 
+    def check_two_times(self) -> None:
+        """Raise ValueError unless the backbone takes `start_time`; upstream's accept any keyword and ignore it."""
+        if "start_time" not in inspect.signature(self.model.forward).parameters:
+            raise ValueError(
+                f"the objective needs a network of two times, but {type(self.model).__name__} would ignore the second "
+                "(its forward has no argument start_time); use another backbone, or another objective"
+            )
+
     def __call__(self, cond: Tensor, action: Tensor, t: float | Tensor, s: float | Tensor | None = None) -> Tensor:
         """Return f(o, action, t) (B, H, D). Time is raw, a number or (B,).
 
@@ -81,6 +90,7 @@ class Generator:
             cond = cond.flatten(1)
         condition = {CONDITIONING[self.conditioning]: cond}
         if s is not None:
+            self.check_two_times()
             condition["start_time"] = per_sample(s, action)
         return self.model(action, per_sample(t, action), **condition)
 

@@ -169,7 +169,7 @@ def _load_pickled(path: pathlib.Path) -> dict[str, Any]:
         payload = torch.load(path, map_location="cpu", pickle_module=dill, weights_only=False)
         return {
             "cfg": OmegaConf.to_container(payload["cfg"], resolve=True),
-            "state_dicts": payload["state_dicts"],
+            "state_dicts": _plain(payload["state_dicts"]),
             "attributes": {name: dill.loads(value) for name, value in payload.get("pickles", {}).items()},
         }
     except MemoryError:
@@ -178,3 +178,14 @@ def _load_pickled(path: pathlib.Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is not a checkpoint as upstream writes them: {type(error).__name__}: {error}"
         ) from error
+
+
+def _plain(value: Any) -> Any:
+    """`value` with the containers of OmegaConf, which upstream's UNet optimisers keep as their betas, as plain ones."""
+    if OmegaConf.is_config(value):
+        return OmegaConf.to_container(value, resolve=True)
+    if isinstance(value, dict):
+        return {key: _plain(child) for key, child in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    return value

@@ -7,6 +7,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from diffusion_policy.common.errors import ConfigError
+
 
 class Tracker:
     """Sends records to wandb if the config's `logging.mode` asks for it; else does nothing. A context manager."""
@@ -16,8 +18,13 @@ class Tracker:
         options = config["logging"]
         self.run: Any = None
         if options.get("mode", "disabled") != "disabled":
-            import wandb
-
+            try:
+                import wandb
+            except ImportError as error:
+                raise ConfigError(
+                    f"logging.mode={options['mode']} needs wandb, which is not installed: pip install wandb, or set "
+                    "logging.mode=disabled"
+                ) from error
             self.run = wandb.init(dir=str(folder), config=config, **options)
 
     def log(self, record: dict[str, Any]) -> None:

@@ -30,6 +30,8 @@ class GeneratorPolicy(BaseLowdimPolicy, BaseImagePolicy):
     """
 
     Options: ClassVar[type] = Options
+    two_times: ClassVar[bool] = False
+    """Whether the objective calls the generator with two times, f(o, a, s, t)."""
 
     def __init__(self, options: Any = None, **arguments: Unpack[UpstreamArguments]) -> None:
         super().__init__()
@@ -39,6 +41,8 @@ class GeneratorPolicy(BaseLowdimPolicy, BaseImagePolicy):
             options, rest = split_options(self.Options, rest)
         self.options: Any = options
         self.generator = build_generator(type(self).__name__, names, **rest)
+        if self.two_times:
+            self.generator.check_two_times()
         self.model = self.generator.model
         self.obs_encoder = self.generator.obs_encoder
         self.normalizer = LinearNormalizer()
@@ -49,7 +53,7 @@ class GeneratorPolicy(BaseLowdimPolicy, BaseImagePolicy):
         self.n_action_steps: int = rest["n_action_steps"]
         self.oa_step_convention: bool = rest.get("oa_step_convention", True)
         self.pred_action_steps_only: bool = rest.get("pred_action_steps_only", False)
-        self.progress = 0.0
+        self.progress: float | None = None  # the share of the training that is done, if the training loop tells it
         self.num_inference_steps = 1  # upstream's robot scripts write it
         self.nfe = self.default_nfe()
 

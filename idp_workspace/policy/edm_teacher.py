@@ -43,6 +43,7 @@ class EDMPolicy(GeneratorPolicy):
     """
 
     Options = EDMOptions
+    two_times = True
     options: EDMOptions
     sigmas: Tensor
 

@@ -71,8 +71,8 @@ class IDPPolicy(ReferenceVariance, GeneratorPolicy):
         return m
 
     def current_lambda(self) -> float:
-        """Return the weight of the probe now."""
-        return self.options.lambda_at(self.progress)
+        """Return the weight of the probe now. Upstream's loops do not tell the progress: a ramp is at its end then."""
+        return self.options.lambda_at(1.0 if self.progress is None else self.progress)
 
     @property
     def lambda_prox(self) -> float:

@@ -57,6 +57,7 @@ class MeanFlowPolicy(GeneratorPolicy):
     """
 
     Options = MeanFlowOptions
+    two_times = True
     options: MeanFlowOptions
 
     def draw_interval(self, actions: Tensor) -> tuple[Tensor, Tensor]:

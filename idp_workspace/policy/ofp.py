@@ -58,6 +58,7 @@ class OFPPolicy(GeneratorPolicy):
     """
 
     Options = OFPOptions
+    two_times = True
     options: OFPOptions
     updates: Tensor
 
@@ -109,7 +110,7 @@ class OFPPolicy(GeneratorPolicy):
         s = uniform_times(len(actions), 0.0, 1 - o.min_interval, like=actions)
         t = s + o.min_interval + (1 - s - o.min_interval) * torch.rand_like(s)
         t = torch.where(torch.rand_like(s) < o.full_ratio, torch.ones_like(t), t)
-        m = s + (1 - self.progress) * (t - s) * torch.rand_like(s)
+        m = s + (1 - (self.progress or 0.0)) * (t - s) * torch.rand_like(s)
         z_s, _ = interpolate(noise, actions, s)
         with torch.no_grad():
             z_m, _ = interpolate(noise, actions, m)

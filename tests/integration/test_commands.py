@@ -441,6 +441,20 @@ def test_wandb_offline_works_without_a_network(tmp_path, data):
     assert list((run / "wandb").glob("offline-run-*"))
 
 
+def test_without_wandb_one_line_says_what_to_do(tmp_path, data):
+    (tmp_path / "wandb.py").write_text("raise ImportError('No module named wandb')")
+    done = subprocess.run(
+        [sys.executable, "train.py", *arguments(tmp_path / "run", data, "logging.mode=online")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**ENV, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+    )
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert "error: logging.mode=online needs wandb, which is not installed: pip install wandb" in done.stderr
+
+
 def test_an_evaluation_that_lost_episodes_says_so_and_gives_no_score(finished, tmp_path, monkeypatch, capsys):
     from diffusion_policy.env.pusht.pusht_env import PushTEnv
     from diffusion_policy.scripts import eval as eval_script

@@ -326,6 +326,28 @@ def test_an_upstream_checkpoint_becomes_a_safe_one(checkpoint, tmp_path):
     assert not marker.exists()
 
 
+def test_an_upstream_optimiser_with_an_omegaconf_list_becomes_plain(checkpoint, tmp_path):
+    """Upstream's UNet workspaces build AdamW from the config, and torch 1.12 keeps the betas as it gets them."""
+    payload = checkpoint_io.load(checkpoint)
+    layer = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["param_groups"][0]["betas"] = OmegaConf.create({"betas": [0.95, 0.999]}).betas
+    upstream = {
+        "cfg": OmegaConf.create(payload["cfg"]),
+        "state_dicts": {"model": payload["state_dicts"]["model"], "optimizer": state},
+        "pickles": {"global_step": dill.dumps(4)},
+    }
+    torch.save(upstream, tmp_path / "upstream.ckpt", pickle_module=dill)
+    convert(tmp_path / "upstream.ckpt", tmp_path / "safe.ckpt", trust=True)
+    safe = checkpoint_io.load(tmp_path / "safe.ckpt")["state_dicts"]["optimizer"]
+    assert safe["param_groups"][0]["betas"] == [0.95, 0.999] and equal(safe["state"], state["state"])
+    optimizer.load_state_dict(safe)
+    optimizer.step()
+
+
 def test_the_convert_command(checkpoint, tmp_path):
     done = subprocess.run(
         [

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
 
 from diffusion_policy.model.diffusion.positional_embedding import SinusoidalPosEmb
+from idp_workspace import policy as policies
 from idp_workspace.policy import IDPPolicy
-from tests.unit.test_idp_policy import NETWORKS, D, H, batch, make
+from tests.unit.test_idp_policy import NETWORKS, SIZES, D, H, batch, make
 
 
 def generator_and_inputs(network, b=3):
@@ -58,3 +60,26 @@ def test_forward_mode_derivative_in_action_and_times(network):
         assert torch.allclose(value, function(x, s, t))
         assert numeric.abs().max() > 1e-4
         assert torch.allclose(derivative, numeric, rtol=1e-5, atol=1e-5 * numeric.abs().max().item())
+
+
+class UpstreamsNetwork(nn.Module):
+    """Takes any keyword and ignores it, as the networks in upstream's tree do."""
+
+    def forward(self, sample, timestep, local_cond=None, global_cond=None, **kwargs):
+        return sample
+
+
+@pytest.mark.parametrize(
+    "objective", ["ConsistencyPolicy", "ConsistencyTrainingPolicy", "EDMTeacherPolicy", "MeanFlowPolicy", "OFPPolicy"]
+)
+def test_an_objective_of_two_times_refuses_a_network_that_ignores_the_second(objective):
+    with pytest.raises(ValueError, match="UpstreamsNetwork would ignore the second"):
+        getattr(policies, objective)(**SIZES, model=UpstreamsNetwork(), obs_as_global_cond=True)
+
+
+def test_one_time_is_enough_for_the_others():
+    policy = IDPPolicy(**SIZES, model=UpstreamsNetwork(), obs_as_global_cond=True)
+    cond, action = torch.zeros(2, 2, 6), torch.ones(2, H, D)
+    assert torch.equal(policy.generator(cond, action, 0.5), action)
+    with pytest.raises(ValueError, match="would ignore the second"):
+        policy.generator(cond, action, 0.5, s=0.1)
