@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from diffusion_policy.workspace.base_workspace import BaseWorkspace
+from idp_workspace.checkpoint import load_workspace
 
 if TYPE_CHECKING:  # policies import this module
     from idp_workspace.policy.base import GeneratorPolicy
@@ -54,10 +54,10 @@ def load_teacher(path: Any, kind: type[GeneratorPolicy], student: GeneratorPolic
         raise TeacherError(f"{needs}: there is no checkpoint at policy.teacher_checkpoint={path}. {help}")
     try:
         with keep_random_state():
-            workspace = BaseWorkspace.create_from_checkpoint(str(path))
+            workspace = load_workspace(path)
     except RuntimeError as error:
         raise TeacherError(f"policy.teacher_checkpoint={path} cannot be loaded: {error}. {help}") from error
-    teacher: GeneratorPolicy = getattr(workspace, "ema_model", None) or workspace.model  # type: ignore[attr-defined]
+    teacher: GeneratorPolicy = getattr(workspace, "ema_model", None) or workspace.model
     wrong = mismatches(teacher, kind, student)
     if wrong:
         raise TeacherError(f"the checkpoint {path} cannot teach this {name}: {'; '.join(wrong)}. {help}")

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from diffusion_policy.common.pytorch_util import dict_apply
-from diffusion_policy.workspace.base_workspace import BaseWorkspace
+from idp_workspace.checkpoint import load_workspace
 from idp_workspace.geometry import EPS, compute_excess
 from idp_workspace.geometry_variants import (
     Geometry,
@@ -126,12 +126,12 @@ class Scene:
     executed: range  # chunk steps that the policy executes
 
 
-def load(path: str, trust: bool) -> tuple[BaseWorkspace, GeneratorPolicy, Any]:
+def load(path: str, trust: bool) -> tuple[Any, GeneratorPolicy, Any]:
     """Return the workspace of a checkpoint, the policy with the weights that act, and the dataset."""
     try:
-        workspace = BaseWorkspace.create_from_checkpoint(path, trust=trust)
+        workspace = load_workspace(path, trust)
         averaged = getattr(workspace, "ema_model", None)  # None unless training.use_ema
-        policy = workspace.model if averaged is None else averaged  # type: ignore[attr-defined]
+        policy = workspace.model if averaged is None else averaged
         if not hasattr(policy, "generator"):
             raise ValueError(
                 f"{path} holds a {type(policy).__name__}, which has no generator whose observation features could be "
