@@ -16,7 +16,7 @@ except ImportError:  # upstream's own tree
     checkpoint_io = None  # type: ignore[assignment]
 
 
-def load_workspace(path: str | os.PathLike, trust: bool = False) -> Any:
+def load_workspace(path: str | os.PathLike[str], trust: bool = False) -> Any:
     """Return the workspace that wrote `path`, with its states.
 
     `trust` allows a pickle, which runs code from the file. In upstream's tree every checkpoint is a pickle, and opening
