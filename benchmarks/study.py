@@ -1,22 +1,25 @@
 """Train and evaluate a list of configurations, and put the numbers into one table.
 
-    python -m benchmarks.study benchmarks/studies/pusht_cpu.yaml [--jobs 2] [--only NAME ...]
+    python -m benchmarks.study FILE [--jobs 2] [--only NAME ...] [--keep] [--publish]
 
 A study is a YAML file with a name, overrides for all runs, and the runs, each with a name, a config and overrides; or
-with a grid of tasks, methods (a config and overrides) and seeds. Runs go to data/studies/<study>/<run>/, tables to
-results/<study>/. A study can be stopped and restarted at any time: finished runs are not repeated, interrupted ones
-continue from their checkpoint. On another machine, rows of the table with the same command are kept. `eval: null` takes
-the scores from the evaluations during training instead of a final one. Times are measured at the end, run by run.
+with a grid of tasks, methods (a config and overrides) and seeds. Runs and tables go to data/studies/<study>/. Every run
+is trained: a study that was stopped continues where it stopped, a finished one is moved aside and made again. --keep
+takes finished rows with the same command instead, from the last study or from results/<study>/, and marks them.
+--publish also writes the tables to results/<study>/. `eval: null` takes the scores from the evaluations during training
+instead of a final one. Times are measured at the end, run by run.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import datetime
 import itertools
 import json
 import os
 import pathlib
+import shlex
 import statistics
 import subprocess
 import sys
@@ -42,9 +45,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def run(study: dict[str, Any], entry: dict[str, Any], threads: int) -> dict[str, Any]:
-    """Train and evaluate one entry, unless that is done already; return its row of the table."""
-    if (row := kept_row(study, entry)) is not None:
-        return row
+    """Train and evaluate one entry, unless this study has done so; return its row of the table."""
     folder = folder_of(study, entry)
     folder.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(ROOT)}
@@ -57,6 +58,7 @@ def run(study: dict[str, Any], entry: dict[str, Any], threads: int) -> dict[str,
             )
 
         if not (folder / "summary.json").is_file():
+            write_json(folder / "made.json", provenance())
             call(*train, "training.resume=true", f"hydra.run.dir={folder}")
         if evaluates(study) and not (folder / "eval/eval_log.json").is_file():
             call(
@@ -70,13 +72,21 @@ def run(study: dict[str, Any], entry: dict[str, Any], threads: int) -> dict[str,
                 *study.get("eval", []),
                 *entry.get("eval", []),
             )
-    summary = json.loads((folder / "summary.json").read_text())
-    times = json.loads((folder / "times.json").read_text()) if (folder / "times.json").is_file() else {}
+    return row_of(study, entry)
+
+
+def row_of(study: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
+    """The row of a finished run, from the files in its folder."""
+    folder = folder_of(study, entry)
+    summary, made = read_json(folder / "summary.json"), read_json(folder / "made.json")
+    times = read_json(folder / "times.json") if (folder / "times.json").is_file() else {}
     row = {
         "name": entry["name"],
-        "command": f"python {' '.join(train)}",
+        "command": command_line(study, entry),
         "best_evaluation": summary["best_score"],
         "steps": summary["steps"],
+        "dataset": summary.get("dataset"),
+        "made": made,
         **{key: times.get(key) for key in ("step_ms", "inference_ms", "nfe")},
     }
     if not evaluates(study):
@@ -85,7 +95,7 @@ def run(study: dict[str, Any], entry: dict[str, Any], threads: int) -> dict[str,
             "mean_of_best": summary["mean_of_best_scores"],
             "evaluations": summary["evaluations"],
         }
-    log = json.loads((folder / "eval/eval_log.json").read_text())
+    log = read_json(folder / "eval/eval_log.json")
     return row | {
         "score": log["test/mean_score"],
         "interval_95": log["interval_95"],
@@ -94,28 +104,67 @@ def run(study: dict[str, Any], entry: dict[str, Any], threads: int) -> dict[str,
     }
 
 
+def provenance() -> dict[str, Any]:
+    """When and with what a row is made."""
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    now = datetime.datetime.now(datetime.UTC)
+    return {"date": now.strftime("%Y-%m-%d"), "commit": git.stdout.strip() or None, "versions": versions()}
+
+
+def read_json(path: pathlib.Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def write_json(path: pathlib.Path, data: Any) -> None:
+    write_atomically(path, lambda file: file.write(json.dumps(data, indent=2).encode()))
+
+
+def output_of(study: dict[str, Any]) -> pathlib.Path:
+    return pathlib.Path(study["output"])
+
+
 def folder_of(study: dict[str, Any], entry: dict[str, Any]) -> pathlib.Path:
-    return ROOT / "data/studies" / study["name"] / entry["name"]
+    return output_of(study) / entry["name"]
 
 
 def train_command(study: dict[str, Any], entry: dict[str, Any]) -> list[str]:
     return ["train.py", f"--config-name={entry['config']}", *study.get("overrides", []), *entry.get("overrides", [])]
 
 
-def kept_row(study: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any] | None:
-    """The row of an entry that was finished on another machine: same command, and no run of it here."""
-    table = ROOT / "results" / study["name"] / "results.json"
-    if folder_of(study, entry).exists() or not table.is_file():
-        return None
-    command = f"python {' '.join(train_command(study, entry))}"
-    return next(
-        (
-            row
-            for row in json.loads(table.read_text())["rows"]
-            if row["name"] == entry["name"] and row["command"] == command
-        ),
-        None,
-    )
+def command_line(study: dict[str, Any], entry: dict[str, Any]) -> str:
+    return shlex.join(["python", *train_command(study, entry)])
+
+
+def prepare(study: dict[str, Any]) -> None:
+    """Continue a study that was stopped; move a finished one, or one with other commands, aside."""
+    output = output_of(study)
+    state = output / "state.json"
+    commands = {entry["name"]: command_line(study, entry) for entry in runs_of(study)}
+    before = read_json(state) if state.is_file() else {"finished": True, "commands": None}
+    if output.exists() and (before["finished"] or before["commands"] != commands):
+        aside = next(path for n in itertools.count(1) if not (path := output.with_name(f"{output.name}.{n}")).exists())
+        output.rename(aside)
+        print(f"the last study is kept in {aside}")
+    elif output.exists():
+        print(f"continuing the study that was stopped in {output}")
+    output.mkdir(parents=True, exist_ok=True)
+    write_json(state, {"finished": False, "commands": commands})
+
+
+def finished_rows(study: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The rows of the last study here and of the published table that have the same commands, marked as reused."""
+    found: dict[str, dict[str, Any]] = {}
+    for folder in (ROOT / "results" / study["name"], output_of(study)):
+        if (folder / "results.json").is_file():
+            data = read_json(folder / "results.json")
+            made = {"versions": data.get("versions")}  # of rows that do not say it themselves
+            found |= {row["name"]: {"made": made} | row for row in data["rows"]}
+    return {
+        entry["name"]: found[entry["name"]] | {"reused": True}
+        for entry in runs_of(study)
+        if found.get(entry["name"], {}).get("command", "").replace("'", "")
+        == command_line(study, entry).replace("'", "")
+    }
 
 
 def evaluates(study: dict[str, Any]) -> bool:
@@ -167,7 +216,7 @@ def measure(study: dict[str, Any], entry: dict[str, Any], calls: int = 30) -> No
     with counting(policy) as counter:
         inference = milliseconds(lambda: policy.predict_action(obs))
     times = {"step_ms": step, "inference_ms": inference, "nfe": counter["network"] / counter["chunks"]}
-    write_atomically(folder / "times.json", lambda file: file.write(json.dumps(times).encode()))
+    write_json(folder / "times.json", times)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -183,9 +232,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = []
     for row in sorted(rows, key=lambda row: -row["score"]):
         low, high = row["interval_95"]
+        name = f"{row['name']} *" if row.get("reused") else row["name"]
         lines.append(
-            f"| {row['name']} | {row['score']:.3f} | {low:.2f} to {high:.2f} | {row['nfe']:g} | {row['steps']} "
-            f"| {number(row['step_ms'], 0)} | {number(row['inference_ms'], 2)} |"
+            f"| {name} | {row['score']:.3f} | {low:.2f} to {high:.2f} | {row['nfe']:g} | {row['steps']} "
+            f"| {number(row.get('step_ms'), 0)} | {number(row.get('inference_ms'), 2)} |"
         )
     return head + "\n".join(lines)
 
@@ -240,78 +290,105 @@ def grid_table(study: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def write(
-    study: dict[str, Any], source: pathlib.Path, rows: list[dict[str, Any]], jobs: int, threads: int
-) -> pathlib.Path:
-    folder = ROOT / "results" / study["name"]
+def write(study: dict[str, Any], rows: list[dict[str, Any]], command: str, folder: pathlib.Path) -> None:
+    """Write results.json and README.md."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = f"python -m benchmarks.study {source.resolve().relative_to(ROOT)} --jobs {jobs} --threads {threads}"
-    data = {
-        "command": command,
-        "study": study,
-        "rows": rows,
-        "versions": versions(),
-        "cpu_threads_per_run": threads,
-        "jobs": jobs,
-    }
-    write_atomically(folder / "results.json", lambda file: file.write(json.dumps(data, indent=2).encode()))
-    shown = grid_table(study, rows) if "grid" in study else table(rows)
-    text = (
-        f"# {study['title']}\n\n{study['description']}\n\n{shown}\n\n"
+    settings = {key: value for key, value in study.items() if key != "output"}
+    write_json(folder / "results.json", {"command": command, "study": settings, "rows": rows})
+    reused = sum(bool(row.get("reused")) for row in rows)
+    paragraphs = [
+        f"# {study['title']}",
+        study["description"],
+        grid_table(study, rows) if "grid" in study else table(rows),
+        f"Made by an earlier study: {reused} of {len(rows)} rows (* or `reused` in results.json)." if reused else "",
+        study.get("notes", ""),
         "Times are medians (p50) of processor time on one thread, at batch 1 for inference, measured one run after the "
-        f"other at the end. Made with `{command}`; every run's own command, and all versions, are in results.json.\n"
-    )
+        f"other at the end. Made with `{command}`; the command, commit, versions and dataset of every run are in "
+        "results.json.",
+    ]
+    text = "\n\n".join(paragraph.strip() for paragraph in paragraphs if paragraph) + "\n"
     write_atomically(folder / "README.md", lambda file: file.write(text.encode()))
-    return folder
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Train and evaluate a list of configurations into one table.")
-    parser.add_argument("study", type=pathlib.Path, help="a YAML file of benchmarks/studies/")
+def load(path: pathlib.Path, output: pathlib.Path | None) -> dict[str, Any]:
+    """The study in a file, with its output folder."""
+    try:
+        study = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        sys.exit(f"error: {path} cannot be read as a study: {error}")
+    needed = {"name", "title", "description"}
+    if not (isinstance(study, dict) and needed <= study.keys() and ("runs" in study or "grid" in study)):
+        sys.exit(f"error: {path} is not a study: it needs name, title, description, and runs or grid")
+    return study | {"output": str(output or ROOT / "data/studies" / study["name"])}
+
+
+def shown_path(path: pathlib.Path) -> str:
+    """Relative to the repository if it is inside."""
+    path = path.resolve()
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
+def arguments_of() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.study", description="Train and evaluate a list of configurations into one table."
+    )
+    parser.add_argument("study", type=pathlib.Path, help="a YAML file, such as those of benchmarks/studies/")
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time (default 2)")
     parser.add_argument("--threads", type=int, default=1, help="threads of each run (default 1)")
-    parser.add_argument(
-        "--only", nargs="*", help="names of the runs to do; the table keeps the others that are finished"
-    )
-    options = parser.parse_args()
-    study = yaml.safe_load(options.study.read_text())
+    parser.add_argument("--only", nargs="+", help="names of the runs to make; all, if not given")
+    parser.add_argument("--keep", action="store_true", help="reuse finished rows with the same command, marked with *")
+    parser.add_argument("--output", type=pathlib.Path, help="folder of runs and tables (default data/studies/<study>)")
+    parser.add_argument("--publish", action="store_true", help="also write the tables to results/<study>/")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = arguments_of()
+    options = parser.parse_args(arguments)
+    study = load(options.study, options.output)
     every = runs_of(study)
-    entries = [entry for entry in every if not options.only or entry["name"] in options.only]
-    if not entries:
-        parser.error(f"no run is called {' or '.join(options.only)}; there are: {', '.join(e['name'] for e in every)}")
-    last_file = "eval/eval_log.json" if evaluates(study) else "summary.json"
-    entries += [
-        entry
-        for entry in every
-        if entry not in entries and ((folder_of(study, entry) / last_file).is_file() or kept_row(study, entry))
-    ]
-    rows, failed = [], []
+    names = [entry["name"] for entry in every]
+    wanted = options.only or names
+    if unknown := [name for name in wanted if name not in names]:
+        parser.error(f"no run is called {' or '.join(unknown)}; there are: {', '.join(names)}")
+    if options.jobs < 1 or options.threads < 1:
+        parser.error("--jobs and --threads must be at least 1")
+    kept = finished_rows(study) if options.keep else {}
+    if not options.keep:
+        prepare(study)
+    counts = ["--jobs", str(options.jobs), "--threads", str(options.threads)]
+    command = shlex.join(["python", "-m", "benchmarks.study", shown_path(options.study), *counts])
+
+    rows, failed = list(kept.values()), []
+    entries = [entry for entry in every if entry["name"] in wanted and entry["name"] not in kept]
     with (
         concurrent.futures.ThreadPoolExecutor(options.jobs) as pool,
         tqdm(total=len(entries), unit="run", disable=None) as bar,
     ):
         futures = {pool.submit(run, study, entry, options.threads): entry["name"] for entry in entries}
         for future in concurrent.futures.as_completed(futures):
+            name = futures[future]
             try:
                 rows.append(future.result())
-                # after each run, so that an interrupted study has a table
-                write(study, options.study, rows, options.jobs, options.threads)
+                write(study, rows, command, output_of(study))  # after each run: an interrupted study has a table
             except subprocess.CalledProcessError as error:
-                failed.append(futures[future])
-                tqdm.write(
-                    f"{futures[future]} failed ({error}); see data/studies/{study['name']}/{futures[future]}/study.log"
-                )
+                failed.append(name)
+                tqdm.write(f"{name} failed ({error}); see {output_of(study) / name / 'study.log'}")
             bar.update()
-    finished = {row["name"] for row in rows}
-    timed = [entry for entry in entries if entry["name"] in finished and folder_of(study, entry).exists()]
-    if "grid" in study:  # the cost of a method does not depend on task and seed: one run per method is enough
-        timed = list({entry["config"]: entry for entry in reversed(timed)}.values())
+    made = [entry for entry in entries if entry["name"] not in failed]
+    # With a grid, the cost of a method does not depend on task and seed: one run per method is enough.
+    timed = list({entry["config"]: entry for entry in reversed(made)}.values()) if "grid" in study else made
     for entry in tqdm(timed, desc="times", unit="run", disable=None):
         if not (folder_of(study, entry) / "times.json").is_file():
             measure(study, entry)
-    rows = [run(study, entry, options.threads) for entry in entries if entry["name"] in finished]
-    write(study, options.study, rows, options.jobs, options.threads)
-    print(grid_table(study, rows) if "grid" in study else table(rows))
+    new = {entry["name"]: row_of(study, entry) for entry in made}
+    rows = [row for name in names if (row := kept.get(name) or new.get(name))]
+    write(study, rows, command, output_of(study))
+    if options.publish:
+        write(study, rows, command, ROOT / "results" / study["name"])
+    if len(rows) == len(every):
+        write_json(output_of(study) / "state.json", {"finished": True, "commands": {}})
+    print((output_of(study) / "README.md").read_text())
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 
