@@ -43,6 +43,8 @@ class RolloutRunner:
         n_test: episodes from other seeds.
         n_test_vis: how many of them, from the first, are recorded as video.
         test_start_seed: the first of these seeds.
+        n_heldout: further episodes, reported as 'heldout/...', for protocols whose test seeds the demonstrations share.
+        heldout_start_seed: the first of their seeds.
         n_latency_steps: age in steps of the observations that the policy sees; as many of its actions are dropped.
         past_action: also pass the last n_obs_steps - 1 executed actions as 'past_action'.
         n_envs: environments per batch, None for all at once.
@@ -65,6 +67,8 @@ class RolloutRunner:
         n_test: int = 22,
         n_test_vis: int = 6,
         test_start_seed: int = 10000,
+        n_heldout: int = 0,
+        heldout_start_seed: int = 100000,
         max_steps: int = 200,
         n_obs_steps: int = 8,
         n_action_steps: int = 8,
@@ -90,6 +94,7 @@ class RolloutRunner:
             )
         self._plan: list[Episode] = [("train", train_start_seed + i, i < n_train_vis) for i in range(n_train)]
         self._plan += [("test", test_start_seed + i, i < n_test_vis) for i in range(n_test)]
+        self._plan += [("heldout", heldout_start_seed + i, False) for i in range(n_heldout)]
         self.n_envs = n_envs or len(self._plan)
         self.n_obs_steps = n_obs_steps
         self.n_action_steps = n_action_steps

@@ -145,6 +145,8 @@ def make_runner(cfg: DictConfig, options: argparse.Namespace, output: pathlib.Pa
             "this policy was trained without a simulator (task.env_runner=null), so eval.py cannot evaluate it"
         )
     changes: dict[str, Any] = {"n_train": 0, "n_train_vis": 0}
+    if "n_heldout" in cfg.task.env_runner:
+        changes["n_heldout"] = 0
     if options.n_episodes is not None:
         changes["n_test"] = options.n_episodes
     if options.seeds is not None:

@@ -57,7 +57,7 @@ def write(payload: dict[str, Any], folder: str | os.PathLike) -> pathlib.Path:
         "weights": name,
         "sha256": hashlib.sha256(data).hexdigest(),
         "cfg": acting_config(payload["cfg"]),
-        "attributes": {key: payload.get("attributes", {}).get(key) for key in ("global_step", "epoch")},
+        "attributes": {key: payload.get("attributes", {}).get(key) for key in ("global_step", "epoch", "dataset")},
         "versions": checkpoint_io.versions(),
     }
     # Last, so that a folder with a config is complete.

@@ -228,3 +228,14 @@ def test_an_action_that_is_not_finite_is_an_error_with_its_seed_and_step(tmp_pat
     with pytest.raises(RuntimeError, match="not finite.*seed 100001 after 8 steps"):
         runner.run(Policy(act))
     runner.run(Policy(diagonal))  # and the runner can be used again
+
+
+def test_held_out_episodes_are_reported_beside_the_test_ones(tmp_path):
+    alone = small(PushTStateRunner, tmp_path, n_train=0, n_test=2, test_start_seed=0)
+    both = small(PushTStateRunner, tmp_path, n_train=0, n_test=2, test_start_seed=0, n_heldout=2, heldout_start_seed=50)
+    expected, log = alone.run(Policy(push)), both.run(Policy(push))
+    assert {key: value for key, value in log.items() if key.startswith("test/")} == expected
+    scores = [log[f"heldout/sim_max_reward_{seed}"] for seed in (50, 51)]
+    assert log["heldout/mean_score"] == pytest.approx(np.mean(scores))
+    other = small(PushTStateRunner, tmp_path, n_train=0, n_test=2, test_start_seed=50).run(Policy(push))
+    assert other["test/mean_score"] == log["heldout/mean_score"]
