@@ -11,7 +11,7 @@ from diffusion_policy.common.errors import DataError
 from diffusion_policy.dataset.base_dataset import WindowedDataset
 
 
-def dataset_identity(dataset: Any, section: Mapping[str, Any]) -> dict[str, str | None]:
+def dataset_identity(dataset: Any, section: Mapping[str, Any]) -> dict[str, Any]:
     """Return {name, sha256, warning} of the dataset that the config's `section` describes.
 
     The name is that of its file or folder. The checksum covers name, type, shape and values of every array that was
@@ -24,12 +24,15 @@ def dataset_identity(dataset: Any, section: Mapping[str, Any]) -> dict[str, str 
     return {"name": name, "sha256": _checksum(dataset), "warning": getattr(dataset, "source_warning", None)}
 
 
-def check_same(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> None:
-    """Raise DataError if a run that was trained on `before` would continue on other data."""
-    if before and before["sha256"] != now["sha256"]:
+def check_same(before: Any, now: Mapping[str, Any]) -> None:
+    """Raise DataError if a run that was trained on `before` would continue on other data.
+
+    Checkpoints of earlier versions do not say what their run was trained on.
+    """
+    if before and isinstance(before, dict) and before.get("sha256") != now["sha256"]:
         raise DataError(
-            f"this run was trained on {before['name']} (sha256 {str(before['sha256'])[:12]}); the dataset is now "
-            f"{now['name']} (sha256 {str(now['sha256'])[:12]}). Give the first one (task.dataset.zarr_path or "
+            f"this run was trained on {before.get('name')} (sha256 {str(before.get('sha256'))[:12]}), but the dataset "
+            f"is now {now['name']} (sha256 {str(now['sha256'])[:12]}). Give the first one (task.dataset.zarr_path or "
             "task.dataset.dataset_path), or start another run with another hydra.run.dir"
         )
 

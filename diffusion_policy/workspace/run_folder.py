@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from diffusion_policy.common.errors import CheckpointError, ConfigError, StorageError
 from diffusion_policy.common.plot_util import plot_learning_curve
+from diffusion_policy.dataset.identity import check_same
 from diffusion_policy.storage import atomic, checkpoint_io
 from diffusion_policy.workspace.console import say
 
@@ -92,6 +93,7 @@ def load_first_readable(checkpoints: list[pathlib.Path]) -> tuple[pathlib.Path, 
 def resume(run: TrainWorkspace, checkpoints: list[pathlib.Path]) -> None:
     """Continue from the first checkpoint that can be read."""
     path, payload = load_first_readable(checkpoints)
+    check_same(payload.get("attributes", {}).get("dataset"), run.dataset)
     run.load_payload(payload)
     if path != run.get_checkpoint_path():
         atomic.copy(path, run.get_checkpoint_path())
@@ -153,8 +155,8 @@ def announce(run: TrainWorkspace) -> None:
     size = sum(p.numel() for p in run.model.parameters() if p.requires_grad) / 1e6
     say(
         f"training {type(run.model).__name__} ({size:.2f} M parameters) on {run.stream.size} windows of "
-        f"{run.cfg.task.name}, {run.total_steps} steps of batch {run.cfg.dataloader.batch_size} on "
-        f"{run.device}; run folder {run.folder}"
+        f"{run.cfg.task.name}, {run.total_steps} steps of batch {run.cfg.dataloader.batch_size} on {run.device}\n"
+        f"dataset {run.dataset['name']}, sha256 {run.dataset['sha256']}\nrun folder {run.folder}"
     )
 
 
@@ -183,24 +185,26 @@ def finish(run: TrainWorkspace) -> dict[str, Any]:
         say(f"stopped at step {run.global_step} of {run.total_steps}; continue with\n    {command}")
         sys.exit(130)
     evaluable = run.cfg.task.get("env_runner") is not None
-    return write_summary(run.folder, run.scores, run.global_step, run.get_checkpoint_path(), evaluable)
+    return write_summary(run, evaluable)
 
 
-def write_summary(
-    folder: pathlib.Path, scores: list[float], steps: int, checkpoint: pathlib.Path, evaluable: bool
-) -> dict[str, Any]:
+def write_summary(run: TrainWorkspace, evaluable: bool) -> dict[str, Any]:
     """Write summary.json and learning_curve.png, and print where everything is.
 
-    scores: test/mean_score of every evaluation. evaluable: whether the task has a simulator, which eval.py needs.
+    evaluable: whether the task has a simulator, which eval.py needs.
     """
-    last, best = scores[-EVALUATIONS:], sorted(scores)[-EVALUATIONS:]
+    folder, scores, checkpoint = run.folder, run.scores, run.get_checkpoint_path()
+    last, best, heldout = scores[-EVALUATIONS:], sorted(scores)[-EVALUATIONS:], run.heldout_scores[-EVALUATIONS:]
     summary: dict[str, Any] = {
         "score": scores[-1] if scores else None,
         "best_score": max(scores, default=None),
         "mean_of_last_scores": sum(last) / len(last) if last else None,
         "mean_of_best_scores": sum(best) / len(best) if best else None,
         "evaluations": len(scores),
-        "steps": steps,
+        "heldout_score": heldout[-1] if heldout else None,
+        "mean_of_last_heldout_scores": sum(heldout) / len(heldout) if heldout else None,
+        "dataset": run.dataset,
+        "steps": run.global_step,
         "checkpoint": str(checkpoint),
         "videos": sorted(str(path) for path in (folder / "media").glob("*.mp4")),
         "learning_curve": str(plot_learning_curve(folder / LOG, folder / "learning_curve.png")),
@@ -211,6 +215,13 @@ def write_summary(
             f"score {summary['score']:.3f} (best {summary['best_score']:.3f}, mean of the last {len(last)} evaluations "
             f"{summary['mean_of_last_scores']:.3f}, of the best {len(best)} {summary['mean_of_best_scores']:.3f})"
         )
+    if heldout:
+        say(
+            f"held-out starts {summary['heldout_score']:.3f}, mean of the last {len(heldout)} evaluations "
+            f"{summary['mean_of_last_heldout_scores']:.3f}"
+        )
+    if run.dataset["warning"]:
+        say(f"WARNING         {run.dataset['warning']}")
     say(f"checkpoint      {checkpoint}")
     if summary["videos"]:
         say(f"rollout video   {summary['videos'][-1]}")

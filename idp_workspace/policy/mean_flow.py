@@ -129,8 +129,10 @@ class MeanFlowPolicy(GeneratorPolicy):
         return loss + o.dispersive * sum(dispersion(z) for z in features)
 
     def longest_interval(self) -> float:
-        """Return delta of `mf` at the present progress of the training."""
+        """Return delta of `mf` at the present progress of the training; 1 if the training loop does not tell it."""
         o = self.options
+        if self.progress is None:
+            return 1.0
         return min(1.0, max(0.0, (self.progress - o.interval_from) / (o.interval_until - o.interval_from)))
 
     def mf_loss(self, cond: Tensor, actions: Tensor) -> Tensor:
