@@ -18,6 +18,7 @@ SHOWN = (
     "train_loss",
     "val_loss",
     "train_action_mse_error",
+    "val_action_mse_error",
     "test/mean_score",
     "heldout/mean_score",
     "test/lost_episodes",

@@ -109,7 +109,10 @@ def test_what_the_policy_gets_and_what_comes_back(tmp_path, name, shapes):
     video = pathlib.Path(log["test/sim_video_100000"])
     assert video.parent == tmp_path / "media" and runner.episodes[1]["video"] == str(video)
     assert [e["video"] is None for e in runner.episodes] == [True, False, True, True]
-    assert iio.imread(video).shape == (24, 96, 96, 3)
+    assert video.name == f"test_seed100000_score{test_scores[0]:.2f}.mp4"
+    frames = iio.imread(video)
+    assert frames.shape == (24, 384 + 32, 384, 3)
+    assert frames[:, :384].std(axis=0).max() > 10 and frames[:, 384:].min() < 120  # a moving scene above a caption
     json.dumps(log)
 
 
