@@ -1,5 +1,6 @@
 """Videos of rollouts: large frames with a caption and the predicted chunk."""
 
+import pathlib
 from typing import Any
 
 import cv2
@@ -56,7 +57,17 @@ def with_caption(scene: np.ndarray, text: str) -> np.ndarray:
     return np.concatenate([scene, strip])
 
 
-def video_grid(paths: list[str], output: str, fps: float, columns: int = 3, height: int = 240) -> None:
+def write_grid(runner: Any, folder: str | pathlib.Path) -> str | None:
+    """Tile the first videos of a runner's last evaluation into folder/rollouts.mp4, if there are two or more."""
+    videos = [episode["video"] for episode in getattr(runner, "episodes", ()) if episode["video"]]
+    if len(videos) < 2:
+        return None
+    output = str(pathlib.Path(folder) / "rollouts.mp4")
+    video_grid(videos[:9], output)
+    return output
+
+
+def video_grid(paths: list[str], output: str, fps: float = 10, columns: int = 3, height: int = 240) -> None:
     """Tile videos into one; those that end early show their last frame."""
     import imageio.v3 as iio
 

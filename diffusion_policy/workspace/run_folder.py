@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from diffusion_policy.common.errors import CheckpointError, ConfigError, StorageError
 from diffusion_policy.common.plot_util import plot_learning_curve
 from diffusion_policy.dataset.identity import check_same
+from diffusion_policy.gym_util.rollout_video import write_grid
 from diffusion_policy.storage import atomic, checkpoint_io
 from diffusion_policy.workspace.console import say
 
@@ -178,23 +179,21 @@ def storage_errors_explained(run: TrainWorkspace) -> Iterator[None]:
         ) from error
 
 
-def finish(run: TrainWorkspace) -> dict[str, Any]:
+def finish(run: TrainWorkspace, runner: Any) -> dict[str, Any]:
     """Write the summary of a complete run; exit with 130, and the command that continues it, if it was stopped."""
     if run.global_step < run.total_steps:
         command = continue_command(run.folder)
         say(f"stopped at step {run.global_step} of {run.total_steps}; continue with\n    {command}")
         sys.exit(130)
-    evaluable = run.cfg.task.get("env_runner") is not None
-    return write_summary(run, evaluable)
+    return write_summary(run, write_grid(runner, run.folder))
 
 
-def write_summary(run: TrainWorkspace, evaluable: bool) -> dict[str, Any]:
-    """Write summary.json and learning_curve.png, and print where everything is.
-
-    evaluable: whether the task has a simulator, which eval.py needs.
-    """
+def write_summary(run: TrainWorkspace, grid: str | None) -> dict[str, Any]:
+    """Write summary.json and learning_curve.png, and print where everything is. grid: a video of the last rollouts."""
     folder, scores, checkpoint = run.folder, run.scores, run.get_checkpoint_path()
     last, best, heldout = scores[-EVALUATIONS:], sorted(scores)[-EVALUATIONS:], run.heldout_scores[-EVALUATIONS:]
+    videos = sorted((folder / "media").glob("*.mp4"), key=lambda path: path.stat().st_mtime)
+    curve = plot_learning_curve(folder / LOG, folder / "learning_curve.png", f"{run.cfg.name} on {run.cfg.task.name}")
     summary: dict[str, Any] = {
         "score": scores[-1] if scores else None,
         "best_score": max(scores, default=None),
@@ -206,8 +205,8 @@ def write_summary(run: TrainWorkspace, evaluable: bool) -> dict[str, Any]:
         "dataset": run.dataset,
         "steps": run.global_step,
         "checkpoint": str(checkpoint),
-        "videos": sorted(str(path) for path in (folder / "media").glob("*.mp4")),
-        "learning_curve": str(plot_learning_curve(folder / LOG, folder / "learning_curve.png")),
+        "videos": [str(path) for path in videos],
+        "learning_curve": str(curve),
     }
     atomic.write_text(folder / "summary.json", json.dumps(summary, indent=2))
     if scores:
@@ -223,9 +222,9 @@ def write_summary(run: TrainWorkspace, evaluable: bool) -> dict[str, Any]:
     if run.dataset["warning"]:
         say(f"WARNING         {run.dataset['warning']}")
     say(f"checkpoint      {checkpoint}")
-    if summary["videos"]:
-        say(f"rollout video   {summary['videos'][-1]}")
+    if videos:
+        say(f"rollout video   {grid or videos[-1]}")
     say(f"learning curve  {summary['learning_curve']}")
-    if evaluable:
+    if run.cfg.task.get("env_runner") is not None:
         say(f"next            python eval.py --checkpoint {checkpoint}")
     return summary

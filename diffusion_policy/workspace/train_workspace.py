@@ -87,7 +87,7 @@ class TrainWorkspace(BaseWorkspace):
             self.log = stack.enter_context(RunLog(self.cfg, self.folder, self.global_step))
             with StopRequest() as stop:
                 self._train(stop, runner)
-            return run_folder.finish(self)
+            return run_folder.finish(self, runner)
 
     # ------------------------------------------------------------------ prepare
     def prepare(self) -> None:
