@@ -1,6 +1,15 @@
-"""python eval.py --checkpoint data/outputs/.../checkpoints/latest.ckpt [--output_dir DIR] [--n_episodes N] ..."""
+"""python eval.py --checkpoint data/outputs/.../checkpoints/latest.ckpt; --help lists all options."""
 
-from diffusion_policy.scripts.eval import main
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 - before the imports, which an older Python cannot read
+    sys.stderr.write("error: Python 3.11 or newer is needed, see Install in README.md; this is " + sys.version + "\n")
+    sys.exit(2)
+
+try:
+    from diffusion_policy.scripts.eval import main
+except KeyboardInterrupt:
+    sys.exit(130)
 
 if __name__ == "__main__":
     main()

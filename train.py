@@ -1,6 +1,15 @@
 """python train.py objective=idp backbone=transformer modality=lowdim preset=cpu; --help lists all choices."""
 
-from diffusion_policy.scripts.train import main
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 - before the imports, which an older Python cannot read
+    sys.stderr.write("error: Python 3.11 or newer is needed, see Install in README.md; this is " + sys.version + "\n")
+    sys.exit(2)
+
+try:
+    from diffusion_policy.scripts.train import main
+except KeyboardInterrupt:
+    sys.exit(130)
 
 if __name__ == "__main__":
     main()

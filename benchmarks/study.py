@@ -35,11 +35,11 @@ from tqdm import tqdm
 
 from diffusion_policy.common.config_util import get_class, register_resolvers
 from diffusion_policy.common.pytorch_util import dict_apply
-from diffusion_policy.scripts.eval import counting
 from diffusion_policy.storage import checkpoint_io
 from diffusion_policy.storage.atomic import write_atomically
 from diffusion_policy.storage.checkpoint_io import versions
 from diffusion_policy.workspace.base_workspace import BaseWorkspace
+from diffusion_policy.workspace.measurement import counting
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 

@@ -54,7 +54,8 @@ def check_keys(obs: Any, entries: Mapping[str, Entry]) -> None:
 def check_observation(obs: Mapping[str, Any], entries: Mapping[str, Entry], steps: int, finite: bool = True) -> None:
     """Raise ValueError, naming the key, unless every entry is a tensor (B, >=steps, *shape) of one batch size.
 
-    `finite` also looks for NaN and infinity in the first `steps` steps, which waits for the device.
+    `finite` also looks at the numbers of the first `steps` steps, which waits for the device: NaN, infinity, and images
+    outside [0, 1].
     """
     check_keys(obs, entries)
     for key, entry in entries.items():
@@ -88,11 +89,22 @@ def check_entry(key: str, entry: Entry, value: Any, steps: int, finite: bool) ->
         raise ValueError(
             f"{key} must be finite, got {bad} NaN or infinite of {seen} numbers in the first {steps} steps"
         )
+    elif finite and entry.rgb and not in_unit_range(value[:, :steps]):
+        raise ValueError(
+            f"{key} must have floats from 0 to 1, got {value.min():g} to {value.max():g}: divide by 255, or give bytes "
+            "(uint8)"
+        )
 
 
 def all_finite(x: Tensor) -> bool:
     """Return whether all numbers are finite. A sum is finite only if its terms are; sums that overflow need a look."""
     return math.isfinite(x.sum()) or bool(x.isfinite().all())
+
+
+def in_unit_range(image: Tensor, slack: float = 1e-3) -> bool:
+    """Return whether all numbers are in [0, 1]; resizing and half precision may exceed it by a little."""
+    low, high = torch.aminmax(image)
+    return bool((low >= -slack) & (high <= 1 + slack))
 
 
 def as_floats(obs: Mapping[str, Tensor], entries: Mapping[str, Entry], steps: int) -> dict[str, Tensor]:
@@ -114,3 +126,10 @@ def check_chunks(batch: Mapping[str, Any], steps: int, window: int, action_dim: 
         raise ValueError(
             f"the batch has action chunks of shape {shape}, the policy is built for ({window}, {action_dim})"
         )
+
+
+def check_sample(policy: str, chunk: Any, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless what an objective's `sample` returned is a tensor of this shape."""
+    if not isinstance(chunk, Tensor) or tuple(chunk.shape) != shape:
+        got = tuple(chunk.shape) if isinstance(chunk, Tensor) else type(chunk).__name__
+        raise ValueError(f"{policy}.sample must return a tensor of shape {shape}, got {got}")

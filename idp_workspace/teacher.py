@@ -18,6 +18,11 @@ from torch import nn
 
 from idp_workspace.checkpoint import load_workspace
 
+try:
+    from diffusion_policy.common.errors import UserError
+except ImportError:  # upstream's own tree does not have it
+    UserError = Exception  # type: ignore[assignment,misc]
+
 if TYPE_CHECKING:  # policies import this module
     from idp_workspace.policy.base import GeneratorPolicy
 
@@ -25,7 +30,7 @@ SIZES = ("horizon", "obs_dim", "action_dim", "n_obs_steps")
 NETWORKS = ("model", "obs_encoder")
 
 
-class TeacherError(ValueError):
+class TeacherError(ValueError, UserError):
     """A teacher that is missing or does not fit its student. The message tells how to get one."""
 
 

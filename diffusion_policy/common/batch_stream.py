@@ -102,3 +102,7 @@ class BatchStream:
     def batch(self, number: int) -> Any:
         """Batch `number`, in this process."""
         return self.source[number, next(self.indices(number)).numpy()]
+
+    def sample(self, count: int) -> Any:
+        """The first `count` samples of the first batch, in this process."""
+        return self.source[0, next(self.indices(0))[:count].numpy()]

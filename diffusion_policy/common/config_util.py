@@ -204,13 +204,17 @@ def resolve_device(name: str) -> torch.device:
             return torch.device("cuda")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device {name!r} is not known to torch: {error}") from error
+        device = torch.device(str(name))
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} does not exist; use auto, cpu, cuda, cuda:1 or mps") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {name!r} was asked for but this machine has no CUDA device; use auto or cpu")
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError(f"device {name!r} was asked for but this machine has no MPS device; use auto or cpu")
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # cuda:7, meta, types without a driver
+        raise ConfigError(f"device {name!r} cannot be used on this machine; use auto or cpu") from error
     return device
 
 

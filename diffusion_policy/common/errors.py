@@ -1,11 +1,14 @@
 """Errors that a user can fix. Each message tells what is wrong and what to do.
 
-`train.py` and `eval.py` print them as one paragraph, without a traceback.
+The commands print them as one line, without a traceback (`command_line.reporting`).
 """
 
 
 class UserError(Exception):
     """Base class of the errors below."""
+
+    exit_code = 2
+    """Of a command that ends with this error: 2 if the command or its files are wrong, 1 if the work failed."""
 
 
 class ConfigError(UserError, ValueError):
@@ -27,10 +30,16 @@ class CheckpointError(UserError, RuntimeError):
 class DivergedError(UserError, FloatingPointError):
     """A training run with a non-finite loss or gradient."""
 
+    exit_code = 1
+
 
 class StorageError(UserError, OSError):
     """A failed write: no space, no permission, a broken device."""
 
+    exit_code = 1
+
 
 class EvaluationError(UserError, RuntimeError):
     """An evaluation in which not all episodes could be played."""
+
+    exit_code = 1

@@ -16,7 +16,8 @@ def mean_interval(scores: np.ndarray, draws: int = 10_000) -> list[float]:
         z = 1.959964
         centre = (mean + z * z / (2 * n)) / (1 + z * z / n)
         half = z / (1 + z * z / n) * np.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
-        return [max(0.0, float(centre - half)), min(1.0, float(centre + half))]
+        low, high = float(centre - half), float(centre + half)
+        return [max(0.0, min(low, mean)), min(1.0, max(high, mean))]  # rounding must not exclude the mean itself
     means = np.random.default_rng(0).choice(scores, size=(draws, n)).mean(axis=1)
     low, high = np.percentile(means, [2.5, 97.5])
     return [float(low), float(high)]

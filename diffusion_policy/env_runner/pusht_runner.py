@@ -17,7 +17,6 @@ class PushTRunner(RolloutRunner):
     """
 
     title = "PushT rollouts"
-    draws_chunk = True
 
     def __init__(
         self,

@@ -9,14 +9,15 @@ python train.py --config-name=train_flow_unet_image training.seed=0,1,2 --multir
 from __future__ import annotations
 
 import argparse
-import difflib
+import contextlib
 import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
+from diffusion_policy.common.command_line import nearest, reporting
 from diffusion_policy.common.config_util import (
     choices,
     comments,
@@ -29,7 +30,7 @@ from diffusion_policy.common.config_util import (
     register_configs,
     register_resolvers,
 )
-from diffusion_policy.common.errors import UserError
+from diffusion_policy.common.errors import ConfigError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -52,7 +53,12 @@ options:
   --multirun            one run for each of several values: training.seed=0,1,2
   --cfg job             print the config instead of training
   --hydra-help          all options of Hydra, which composes the configs
+
+HYDRA_FULL_ERROR=1 in the environment shows the traceback of an error.
 """
+#: Options of Hydra that take a value, besides those that are read here, and those that take none.
+WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--shell-completion", "-sc", "--experimental-rerun", "--info", "-i")
+ALONE = ("--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m")
 
 
 def described(title: str, files: dict[str, pathlib.Path], default: str | None) -> str:
@@ -79,45 +85,53 @@ def help_text(folders: Iterable[pathlib.Path] = ()) -> str:
     return HELP.format(usage=usage, lists="\n\n".join(lists))
 
 
-def nearest(kind: str, name: str, known: Iterable[str]) -> str | None:
-    """Return a message with the nearest names if `name` is not known."""
-    known = sorted(known)
-    if name in known:
-        return None
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    return f"error: {kind} {name!r} does not exist; " + (
-        f"nearest: {', '.join(close)}" if close else "--help lists what there is"
-    )
+def check_choice(kind: str, name: str, known: Iterable[str]) -> None:
+    """Raise ConfigError with the nearest names if `name` is not known."""
+    known = set(known)
+    if name not in known:
+        close = nearest(name, known)
+        hint = f"nearest: {', '.join(close)}" if close else f"there are: {', '.join(sorted(known))}"
+        raise ConfigError(f"{kind} {name!r} does not exist; {hint if len(hint) < 300 else '--help lists all'}")
 
 
-def misspelt(name: str | None, overrides: Sequence[str]) -> str | None:
-    """Return a message for the first config name or group choice that does not exist, None if all do."""
-    if name is not None and (problem := nearest("config", name.removesuffix(".yaml"), config_names())):
-        return problem
-    for override in overrides:
-        # Sweeps (a,b), packages (group@package) and additions (+group) are left to Hydra.
-        match = re.fullmatch(r"(\w+)=([\w-]+)", override)
-        known = match and match[1] in groups() and match[2] != "null"
-        if match and known and (problem := nearest(match[1], match[2], choices(match[1]))):
-            return problem
-    return None
+def check_arguments(name: str | None, others: Sequence[str], folders: Sequence[pathlib.Path]) -> None:
+    """Raise ConfigError for the first option, config name or choice of a group that does not exist."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"--config-dir {folder} is not a folder")
+    if name is not None:
+        check_choice("config", name.removesuffix(".yaml"), config_names(folders))
+    for argument in others:
+        if argument.startswith("-"):
+            option = argument.partition("=")[0]
+            if option not in ALONE:
+                close = nearest(option, [*ALONE, "--config-name", "--config-dir", "--config-path", "--cfg", "--help"])
+                hint = f"did you mean {close[0]}?" if close else "settings are written key=value, without dashes"
+                raise ConfigError(f"{option} is not an option; {hint}")
+        elif argument in config_names(folders):
+            raise ConfigError(f"{argument!r} is not key=value; did you mean --config-name={argument}?")
+        # Packages (group@package) and additions (+group) are left to Hydra.
+        match = re.fullmatch(r"(\w+)=([\w,-]+)", argument)
+        if match and match[1] in groups():
+            for choice in match[2].split(","):
+                check_choice(match[1], choice, choices(match[1], folders))
 
 
-def train(cfg: DictConfig) -> None:
-    """Run the workspace of a composed config."""
+def train(cfg: DictConfig) -> Any:
+    """Run the workspace of a composed config; returns its summary."""
     from omegaconf import OmegaConf
 
     from diffusion_policy.workspace.base_workspace import BaseWorkspace
+    from diffusion_policy.workspace.outlook import announce_preset
+    from diffusion_policy.workspace.settings import check_numbers, check_task
 
+    check_task(cfg)
+    check_numbers(cfg)
     OmegaConf.resolve(cfg)  # now, so that every ${now:...} is the same moment
-    try:
-        if "_target_" not in cfg:
-            raise UserError("the config has no _target_, the workspace to run; --help lists the configs")
-        get_class(cfg._target_, BaseWorkspace)(cfg).run()
-    except UserError as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            raise
-        sys.exit(f"error: {error}\n(HYDRA_FULL_ERROR=1 shows where)")
+    if "_target_" not in cfg:
+        raise ConfigError("the config has no _target_, the workspace to run; --help lists the configs")
+    announce_preset(cfg)
+    return get_class(cfg._target_, BaseWorkspace)(cfg).run()
 
 
 def main() -> None:
@@ -127,23 +141,67 @@ def main() -> None:
     parser.add_argument("--config-name", "-cn")
     parser.add_argument("--config-dir", "-cd", type=pathlib.Path)
     parser.add_argument("--config-path", "-cp")
-    parser.add_argument("--cfg", "-c")  # without it, -c would be an ambiguous prefix; Hydra reads its value
+    for option in WITH_VALUE:
+        parser.add_argument(option, nargs="?")
     known, others = parser.parse_known_args()
     folders = [known.config_dir] if known.config_dir else []
     if known.help or len(sys.argv) == 1:
         print(help_text(folders), end="")
         return
-    elsewhere = folders or known.config_path or any("hydra.searchpath" in argument for argument in others)
-    if not elsewhere and (problem := misspelt(known.config_name, others)):
-        print(problem, file=sys.stderr)
-        sys.exit(2)
+    with reporting():
+        # Other folders have names that are not known here.
+        if not known.config_path and not any("hydra.searchpath" in argument for argument in others):
+            check_arguments(known.config_name, others, folders)
+        register_resolvers()
+        if not known.config_path:
+            register_configs(folders)
+        compose_and_train(first_config_dir(folders))
 
+
+def compose_and_train(folder: pathlib.Path) -> None:
+    """Let Hydra read the command line, compose the config and call `train`, once or for each member of a sweep."""
     import hydra
 
-    register_resolvers()
-    if not known.config_path:  # another config folder has its own names
-        register_configs(folders)
-    hydra.main(version_base=None, config_path=str(first_config_dir(folders)), config_name="train")(train)()
+    from diffusion_policy.common.config_errors import COMPOSING, explain
+    from diffusion_policy.workspace.sweep import Sweep
+
+    # Hydra's parser accepts settings in one place only: they go last.
+    settings = [argument for argument in sys.argv[1:] if "=" in argument and not argument.startswith("-")]
+    sys.argv[1:] = [argument for argument in sys.argv[1:] if argument not in settings] + settings
+    sweep = Sweep()
+    try:
+        with environment("HYDRA_FULL_ERROR", "1"):  # errors are raised, not printed on many lines
+            hydra.main(version_base=None, config_path=str(folder), config_name="train")(sweep.member(train))()
+            if sweep.error is not None:
+                raise sweep.error
+    except COMPOSING as error:
+        raise ConfigError(explain(error)) from error
+    except (OSError, ValueError) as error:
+        cause = error.__cause__ if isinstance(error, ValueError) else error  # logging wraps it in a ValueError
+        if sweep.started or not isinstance(cause, OSError):
+            raise
+        raise ConfigError(
+            f"the run folder cannot be written: {cause.strerror} ({cause.filename}); choose another hydra.run.dir"
+        ) from error
+    finally:
+        if sweep.members:
+            print(sweep.table(), flush=True)
+    if sweep.failures:
+        sys.exit(1)
+
+
+@contextlib.contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable inside the context."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from diffusion_policy.common.command_line import STOPPED, override, shell_command
 from diffusion_policy.common.errors import CheckpointError, ConfigError, StorageError
 from diffusion_policy.common.plot_util import plot_learning_curve
-from diffusion_policy.dataset.identity import check_same
-from diffusion_policy.gym_util.rollout_video import write_grid
 from diffusion_policy.storage import atomic, checkpoint_io
+from diffusion_policy.workspace.changes import check_changes
 from diffusion_policy.workspace.console import say
 
 if TYPE_CHECKING:
@@ -36,9 +36,13 @@ EVALUATIONS = 5
 
 
 @contextlib.contextmanager
-def locked(folder: pathlib.Path) -> Iterator[None]:
-    """Lock a run folder while this process uses it. A second run there would overwrite the files of the first."""
-    folder.mkdir(parents=True, exist_ok=True)
+def locked(folder: pathlib.Path, doing: str = "training") -> Iterator[None]:
+    """Lock a folder while this process uses it. A second run there would overwrite the files of the first."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".lock").touch()
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another folder") from error
     if fcntl is None:
         yield
         return
@@ -47,7 +51,7 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system however the process ends
         except BlockingIOError as error:
             raise ConfigError(
-                f"another process is training in {folder}: stop it first, or choose another hydra.run.dir"
+                f"another process is {doing} in {folder}: stop it first, or choose another folder"
             ) from error
         except OSError as error:
             log.warning("%s cannot be locked (%s): make sure that no other run uses it", folder, error)
@@ -94,11 +98,11 @@ def load_first_readable(checkpoints: list[pathlib.Path]) -> tuple[pathlib.Path, 
 def resume(run: TrainWorkspace, checkpoints: list[pathlib.Path]) -> None:
     """Continue from the first checkpoint that can be read."""
     path, payload = load_first_readable(checkpoints)
-    check_same(payload.get("attributes", {}).get("dataset"), run.dataset)
+    finished = payload.get("attributes", {}).get("global_step", 0) >= run.total_steps
+    check_changes(payload["cfg"], OmegaConf.to_container(run.cfg, resolve=True), finished, run.folder)
     run.load_payload(payload)
     if path != run.get_checkpoint_path():
         atomic.copy(path, run.get_checkpoint_path())
-    report_changes(payload["cfg"], OmegaConf.to_container(run.cfg, resolve=True))
     say(f"resuming {run.folder} at step {run.global_step} of {run.total_steps} ({path.name})")
 
 
@@ -116,34 +120,10 @@ def drop_log_after(path: pathlib.Path, step: int) -> None:
     atomic.write_text(path, "".join(f"{line}\n" for line in kept))
 
 
-def report_changes(before: Any, now: Any) -> None:
-    """Log which settings of a resumed run differ from those it was started with."""
-    old, new = _flat(before), _flat(now)
-    changed = [
-        key
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not key.startswith(("training.resume", "logging", "multi_run"))
-    ]
-    if changed:
-        changes = ", ".join(f"{key} {old.get(key)} -> {new.get(key)}" for key in changed)
-        log.warning("resuming with changed settings: %s", changes)
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
-    if not isinstance(value, dict):
-        return {prefix: value}
-    return {
-        key: leaf
-        for name, child in value.items()
-        for key, leaf in _flat(child, f"{prefix}.{name}" if prefix else name).items()
-    }
-
-
 def continue_command(folder: pathlib.Path) -> str:
     """The command line that continues this run."""
     arguments = [argument for argument in sys.argv if not argument.startswith(("training.resume=", "hydra.run.dir="))]
-    return f"python {' '.join(arguments)} training.resume=true hydra.run.dir={folder}"
+    return shell_command("python", *arguments, "training.resume=true", override("hydra.run.dir", folder))
 
 
 # ---------------------------------------------------------------------- the beginning and the end of a run
@@ -156,8 +136,8 @@ def announce(run: TrainWorkspace) -> None:
     size = sum(p.numel() for p in run.model.parameters() if p.requires_grad) / 1e6
     say(
         f"training {type(run.model).__name__} ({size:.2f} M parameters) on {run.stream.size} windows of "
-        f"{run.cfg.task.name}, {run.total_steps} steps of batch {run.cfg.dataloader.batch_size} on {run.device}\n"
-        f"dataset {run.dataset['name']}, sha256 {run.dataset['sha256']}\nrun folder {run.folder}"
+        f"{run.cfg.task.name}, {run.total_steps} steps of batch {run.cfg.dataloader.batch_size} on "
+        f"{run.device}; run folder {run.folder}"
     )
 
 
@@ -179,34 +159,34 @@ def storage_errors_explained(run: TrainWorkspace) -> Iterator[None]:
         ) from error
 
 
-def finish(run: TrainWorkspace, runner: Any) -> dict[str, Any]:
+def finish(run: TrainWorkspace) -> dict[str, Any]:
     """Write the summary of a complete run; exit with 130, and the command that continues it, if it was stopped."""
     if run.global_step < run.total_steps:
         command = continue_command(run.folder)
         say(f"stopped at step {run.global_step} of {run.total_steps}; continue with\n    {command}")
-        sys.exit(130)
-    return write_summary(run, write_grid(runner, run.folder))
+        sys.exit(STOPPED)
+    evaluable = run.cfg.task.get("env_runner") is not None
+    return write_summary(run.folder, run.scores, run.global_step, run.get_checkpoint_path(), evaluable)
 
 
-def write_summary(run: TrainWorkspace, grid: str | None) -> dict[str, Any]:
-    """Write summary.json and learning_curve.png, and print where everything is. grid: a video of the last rollouts."""
-    folder, scores, checkpoint = run.folder, run.scores, run.get_checkpoint_path()
-    last, best, heldout = scores[-EVALUATIONS:], sorted(scores)[-EVALUATIONS:], run.heldout_scores[-EVALUATIONS:]
-    videos = sorted((folder / "media").glob("*.mp4"), key=lambda path: path.stat().st_mtime)
-    curve = plot_learning_curve(folder / LOG, folder / "learning_curve.png", f"{run.cfg.name} on {run.cfg.task.name}")
+def write_summary(
+    folder: pathlib.Path, scores: list[float], steps: int, checkpoint: pathlib.Path, evaluable: bool
+) -> dict[str, Any]:
+    """Write summary.json and learning_curve.png, and print where everything is.
+
+    scores: test/mean_score of every evaluation. evaluable: whether the task has a simulator, which eval.py needs.
+    """
+    last, best = scores[-EVALUATIONS:], sorted(scores)[-EVALUATIONS:]
     summary: dict[str, Any] = {
         "score": scores[-1] if scores else None,
         "best_score": max(scores, default=None),
         "mean_of_last_scores": sum(last) / len(last) if last else None,
         "mean_of_best_scores": sum(best) / len(best) if best else None,
         "evaluations": len(scores),
-        "heldout_score": heldout[-1] if heldout else None,
-        "mean_of_last_heldout_scores": sum(heldout) / len(heldout) if heldout else None,
-        "dataset": run.dataset,
-        "steps": run.global_step,
+        "steps": steps,
         "checkpoint": str(checkpoint),
-        "videos": [str(path) for path in videos],
-        "learning_curve": str(curve),
+        "videos": sorted(str(path) for path in (folder / "media").glob("*.mp4")),
+        "learning_curve": str(plot_learning_curve(folder / LOG, folder / "learning_curve.png")),
     }
     atomic.write_text(folder / "summary.json", json.dumps(summary, indent=2))
     if scores:
@@ -214,17 +194,10 @@ def write_summary(run: TrainWorkspace, grid: str | None) -> dict[str, Any]:
             f"score {summary['score']:.3f} (best {summary['best_score']:.3f}, mean of the last {len(last)} evaluations "
             f"{summary['mean_of_last_scores']:.3f}, of the best {len(best)} {summary['mean_of_best_scores']:.3f})"
         )
-    if heldout:
-        say(
-            f"held-out starts {summary['heldout_score']:.3f}, mean of the last {len(heldout)} evaluations "
-            f"{summary['mean_of_last_heldout_scores']:.3f}"
-        )
-    if run.dataset["warning"]:
-        say(f"WARNING         {run.dataset['warning']}")
     say(f"checkpoint      {checkpoint}")
-    if videos:
-        say(f"rollout video   {grid or videos[-1]}")
+    if summary["videos"]:
+        say(f"rollout video   {summary['videos'][-1]}")
     say(f"learning curve  {summary['learning_curve']}")
-    if run.cfg.task.get("env_runner") is not None:
-        say(f"next            python eval.py --checkpoint {checkpoint}")
+    if evaluable:
+        say(f"next            {shell_command('python', 'eval.py', '--checkpoint', checkpoint)}")
     return summary

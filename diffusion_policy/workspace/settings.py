@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -34,6 +35,50 @@ DEBUG = {
     "val_every": 1,
     "sample_every": 1,
 }
+#: Lower bounds of whole numbers elsewhere in a config. Where null has a meaning, it is allowed.
+WHOLE = {
+    "horizon": 1,
+    "n_obs_steps": 1,
+    "n_action_steps": 1,
+    "n_latency_steps": 0,
+    "task.obs_dim": 1,
+    "task.action_dim": 1,
+    "task.dataset.horizon": 1,
+    "task.dataset.pad_before": 0,
+    "task.dataset.pad_after": 0,
+    "task.dataset.max_train_episodes": 1,
+    "task.env_runner.n_train": 0,
+    "task.env_runner.n_train_vis": 0,
+    "task.env_runner.n_test": 0,
+    "task.env_runner.n_test_vis": 0,
+    "task.env_runner.train_start_seed": 0,
+    "task.env_runner.test_start_seed": 0,
+    "task.env_runner.max_steps": 1,
+    "task.env_runner.n_obs_steps": 1,
+    "task.env_runner.n_action_steps": 1,
+    "task.env_runner.n_latency_steps": 0,
+    "task.env_runner.n_envs": 1,
+    "task.env_runner.fps": 1,
+    "dataloader.batch_size": 1,
+    "dataloader.num_workers": 0,
+    "val_dataloader.batch_size": 1,
+    "val_dataloader.num_workers": 0,
+    "checkpoint.topk.k": 0,
+}
+#: Numbers that may have a fraction, at least 0.
+NUMBERS = (
+    "learning_rate",
+    "optimizer.lr",
+    "optimizer.learning_rate",
+    "optimizer.weight_decay",
+    "optimizer.eps",
+    "ema.rate",
+    "ema.power",
+    "ema.inv_gamma",
+    "task.dataset.val_ratio",
+)
+#: Values of logging.mode, which are wandb's.
+LOGGING_MODES = ("disabled", "offline", "online", "shared", "dryrun", "run")
 
 
 def _whole(default: int | None, at_least: int) -> Any:
@@ -83,6 +128,7 @@ class TrainingSettings:
         clip = self.grad_clip_norm
         if clip is not None and not (isinstance(clip, (int, float)) and clip > 0):
             raise ConfigError(f"training.grad_clip_norm={clip!r} must be a number above 0, or null for no clipping")
+        check_number("training.tqdm_interval_sec", self.tqdm_interval_sec)
 
     @classmethod
     def from_config(cls, training: DictConfig) -> TrainingSettings:
@@ -97,9 +143,63 @@ class TrainingSettings:
         return cls(**(values | DEBUG if values.get("debug") else values))
 
 
+def check_number(name: str, value: Any, whole: bool = False, least: float = 0) -> None:
+    """Raise ConfigError unless the value is a number, a whole one if that is asked for, and at least `least`."""
+    kinds = int if whole else (int, float)
+    if not isinstance(value, kinds) or isinstance(value, bool) or not least <= value < 2**63:
+        raise ConfigError(f"{name}={value!r} must be a {'whole ' if whole else ''}number, at least {least}")
+
+
+def check_numbers(cfg: DictConfig) -> None:
+    """Raise ConfigError for text where a number belongs, and for negative and zero counts."""
+    for name, least in WHOLE.items():
+        if (value := OmegaConf.select(cfg, name)) is not None:
+            check_number(name, value, whole=True, least=least)
+    for name in NUMBERS:
+        if (value := OmegaConf.select(cfg, name)) is not None:
+            check_number(name, value)
+    for name, value in leaves("size", OmegaConf.to_container(cfg.get("size", {}))):
+        if value is not None:
+            check_number(name, value, least=0 if "drop" in name else 1)
+
+
+def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every value of nested dicts and lists with its dotted name."""
+    if isinstance(value, (dict, list)):
+        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(f"{name}.{key}", child)
+    else:
+        yield name, value
+
+
+def check_task(cfg: DictConfig) -> None:
+    """Raise ConfigError if the task has images or point clouds and the config reads vectors, or the reverse."""
+    policy: Any = OmegaConf.to_container(section(cfg, "policy"))
+    task: Any = OmegaConf.to_container(section(cfg, "task"))
+    if "shape_meta" in policy and not task.get("shape_meta"):
+        raise ConfigError(
+            f"this config learns from images or point clouds (policy.shape_meta), but task={task.get('name')} has "
+            "observation vectors: choose a task with a shape_meta, such as pusht_image, or a config for lowdim"
+        )
+    if "shape_meta" not in policy and task.get("shape_meta") and task.get("obs_dim") is None:
+        raise ConfigError(
+            f"this config learns from observation vectors, but task={task.get('name')} has a shape_meta, images or "
+            "point clouds: choose a task with an obs_dim, such as pusht_state, or a config for images"
+        )
+
+
 def check_sections(cfg: DictConfig) -> None:
-    """Raise ConfigError unless `cfg` has every section that a training needs; task.env_runner may be null."""
+    """Raise ConfigError unless `cfg` has every section that a training needs; task.env_runner may be null.
+
+    A preset adds counts of episodes to task.env_runner. A task without a simulator (null) then has a section without a
+    class: it is null again.
+    """
     for name in SECTIONS:
         section(cfg, name)
-    if cfg.task.get("env_runner", "missing") is not None:
+    runner = cfg.task.get("env_runner", "missing")
+    if OmegaConf.is_dict(runner) and "_target_" not in runner:
+        runner = cfg.task.env_runner = None
+    if runner is not None:
         section(cfg, "task.env_runner")
+    if (mode := cfg.logging.get("mode", "disabled")) not in LOGGING_MODES:
+        raise ConfigError(f"logging.mode={mode!r} is not one of {', '.join(LOGGING_MODES)}")

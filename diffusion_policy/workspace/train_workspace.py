@@ -17,7 +17,6 @@ from diffusion_policy.common.checkpoint_util import TopKCheckpointManager
 from diffusion_policy.common.config_util import build, resolve_device
 from diffusion_policy.common.errors import ConfigError
 from diffusion_policy.common.random_state import RandomState, isolated_random_state, seed_everything
-from diffusion_policy.dataset.identity import dataset_identity
 from diffusion_policy.model.common.lr_scheduler import get_scheduler
 from diffusion_policy.policy.training_hooks import provide_hooks
 from diffusion_policy.workspace import divergence, run_folder
@@ -25,6 +24,8 @@ from diffusion_policy.workspace.base_workspace import BaseWorkspace
 from diffusion_policy.workspace.console import progress_bar
 from diffusion_policy.workspace.evaluation import evaluate, make_runner, to_device
 from diffusion_policy.workspace.optimizer import make_optimizer
+from diffusion_policy.workspace.outlook import Outlook
+from diffusion_policy.workspace.preflight import check_fit, check_monitor, training_loss
 from diffusion_policy.workspace.run_log import RunLog
 from diffusion_policy.workspace.settings import TrainingSettings, check_sections
 from diffusion_policy.workspace.signals import StopRequest
@@ -38,7 +39,7 @@ class TrainWorkspace(BaseWorkspace):
     run computes the same numbers, bit for bit on one device, as one that never stopped.
     """
 
-    include_keys = ("global_step", "epoch", "epoch_loss", "scores", "heldout_scores", "skipped_steps", "dataset")
+    include_keys = ("global_step", "epoch", "epoch_loss", "scores", "skipped_steps")
 
     def __init__(self, cfg: DictConfig, output_dir: str | None = None):
         super().__init__(cfg, output_dir)
@@ -57,9 +58,7 @@ class TrainWorkspace(BaseWorkspace):
         self.epoch = 0
         self.epoch_loss = [0.0, 0]  # sum and count of the losses of the unfinished epoch
         self.scores: list[float] = []  # test/mean_score of each evaluation
-        self.heldout_scores: list[float] = []  # heldout/mean_score, if the runner has such episodes
         self.skipped_steps = 0  # steps with a non-finite loss or gradient, see max_skipped_steps
-        self.dataset: dict[str, Any] = {}  # its identity, see dataset_identity
 
     @property
     def policy(self) -> Any:
@@ -81,21 +80,22 @@ class TrainWorkspace(BaseWorkspace):
             self.prepare()
             if checkpoints:
                 run_folder.resume(self, checkpoints)
+            check_fit(self, runner)
             run_folder.write_config(self)
             run_folder.announce(self)
             stack.enter_context(run_folder.storage_errors_explained(self))
             self.log = stack.enter_context(RunLog(self.cfg, self.folder, self.global_step))
             with StopRequest() as stop:
                 self._train(stop, runner)
-            return run_folder.finish(self, runner)
+            return run_folder.finish(self)
 
     # ------------------------------------------------------------------ prepare
     def prepare(self) -> None:
         """Load the data and create everything that a training step needs."""
         cfg, s = self.cfg, self.settings
+        self.device = resolve_device(s.device)
         with isolated_random_state(s.seed):  # a dataset that draws while it fills a cache must not shift the training
             dataset = build(cfg, "task.dataset")
-        self.dataset = dataset_identity(dataset, cfg.task.dataset)
         self.stream = BatchStream.from_config(dataset, cfg.dataloader, s.seed)
         validation = dataset.get_validation_dataset()
         self.val_stream = BatchStream.from_config(validation, cfg.val_dataloader, s.seed) if len(validation) else None
@@ -117,7 +117,6 @@ class TrainWorkspace(BaseWorkspace):
         self.ema = build(cfg, "ema", model=self.ema_model) if self.ema_model is not None else None
         self.topk = TopKCheckpointManager.from_config(self.get_checkpoint_path().parent, cfg.checkpoint.topk)
         self.random_state = RandomState()
-        self.device = resolve_device(s.device)
         for policy in policies:
             policy.to(self.device)
 
@@ -128,6 +127,7 @@ class TrainWorkspace(BaseWorkspace):
             self._end_epoch({"global_step": 0, "epoch": 0}, runner)
         batches = self.stream.batches(self.global_step * s.gradient_accumulate_every)
         losses: list[float] = []  # since the last record
+        outlook = Outlook(self.total_steps)
         with progress_bar(self.total_steps, self.global_step, s.tqdm_interval_sec) as bar:
             while self.global_step < self.total_steps:
                 self.model.set_progress(self.global_step / self.total_steps)
@@ -137,6 +137,8 @@ class TrainWorkspace(BaseWorkspace):
                     self.epoch_loss = [self.epoch_loss[0] + loss, self.epoch_loss[1] + 1]
                 self.global_step += 1
                 bar.update()
+                if outlook.step(self.global_step):
+                    check_monitor(self, runner)
                 end_of_epoch = self.global_step % self.steps_per_epoch == 0
                 if not (end_of_epoch or stop.requested or self.global_step % s.log_every == 0):
                     continue
@@ -168,7 +170,7 @@ class TrainWorkspace(BaseWorkspace):
         self.model.train()
         total = torch.zeros((), device=self.device)
         for _ in range(s.gradient_accumulate_every):
-            loss = self.model.compute_loss(to_device(next(batches), self.device)) / s.gradient_accumulate_every
+            loss = training_loss(self.model, to_device(next(batches), self.device)) / s.gradient_accumulate_every
             loss.backward()
             total += loss.detach()
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
@@ -201,8 +203,6 @@ class TrainWorkspace(BaseWorkspace):
         record |= evaluate(self, runner, due)
         if "test/mean_score" in record:
             self.scores.append(record["test/mean_score"])
-        if "heldout/mean_score" in record:
-            self.heldout_scores.append(record["heldout/mean_score"])
         self.log(record)
         self.log.say_epoch(record, self.global_step, self.total_steps)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from diffusion_policy.model.common.normalizer import LinearNormalizer
 from diffusion_policy.policy.base_image_policy import BaseImagePolicy
 from diffusion_policy.policy.base_lowdim_policy import BaseLowdimPolicy
-from idp_workspace.observation import all_finite, as_floats, check_chunks, check_keys, check_observation
+from idp_workspace.observation import all_finite, as_floats, check_chunks, check_keys, check_observation, check_sample
 from idp_workspace.options import Options, split_options
 from idp_workspace.upstream_arguments import UpstreamArguments, build_generator
 
@@ -134,7 +134,9 @@ class GeneratorPolicy(BaseLowdimPolicy, BaseImagePolicy):
         check_keys(obs_dict, self.generator.entries)
         obs = self.normalise_observation(obs_dict if self.obs_dim is None else obs_dict["obs"])
         cond = self.generator.encode(obs)
-        prediction = self.normalizer["action"].unnormalize(self.sample(cond, len(cond)))
+        chunk = self.sample(cond, len(cond))
+        check_sample(type(self).__name__, chunk, (len(cond), self.generator.horizon, self.action_dim))
+        prediction = self.normalizer["action"].unnormalize(chunk)
         if not all_finite(prediction):
             raise ValueError(
                 f"{type(self).__name__} predicted non-finite actions from a finite observation: the observation is far "

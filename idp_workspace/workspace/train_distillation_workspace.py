@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import sys
 from typing import Any
 
 import hydra
@@ -35,12 +34,9 @@ class TrainDistillationWorkspace(TrainLowdimWorkspace):
     """
 
     def run(self) -> dict[str, Any]:
-        try:
-            if self.cfg.policy.get("teacher_checkpoint") is None:
-                self._use_teacher(self._train_teacher())
-            return super().run()
-        except TeacherError as error:
-            sys.exit(f"error: {error}")
+        if self.cfg.policy.get("teacher_checkpoint") is None:
+            self._use_teacher(self._train_teacher())
+        return super().run()
 
     def _use_teacher(self, checkpoint: str) -> None:
         with open_dict(self.cfg):

@@ -8,7 +8,7 @@ import torch
 from diffusion_policy.common.errors import ConfigError
 from diffusion_policy.policy.base_lowdim_policy import BaseLowdimPolicy
 from diffusion_policy.policy.training_hooks import provide_hooks
-from diffusion_policy.scripts.eval import set_nfe
+from diffusion_policy.workspace.measurement import set_nfe
 from diffusion_policy.workspace.train_workspace import TrainWorkspace
 from tests.util import load_config, write_pusht
 

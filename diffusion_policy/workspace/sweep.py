@@ -1,0 +1,94 @@
+"""`--multirun`: several runs, one after the other. One that fails does not stop the others."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from diffusion_policy.common.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """One run of a sweep and how it ended."""
+
+    overrides: tuple[str, ...]
+    folder: str
+    outcome: str
+    failed: bool
+
+
+class Sweep:
+    """Collects how the run, or the runs of `--multirun`, ended. Hydra starts the next run although one failed."""
+
+    def __init__(self) -> None:
+        self.members: list[Member] = []
+        self.started = False  # the first run
+        self.error: Exception | None = None  # of a single run
+
+    def member(self, run: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
+        """Return `run` for hydra.main; in a sweep it also records its result."""
+
+        @functools.wraps(run)
+        def recorded(cfg: DictConfig) -> Any:
+            self.started = True
+            settings = HydraConfig.get()
+            if settings.mode != RunMode.MULTIRUN:
+                try:
+                    return run(cfg)
+                except Exception as error:  # raised after Hydra, which would print it
+                    self.error = error
+                    return None
+            add = functools.partial(Member, tuple(settings.overrides.task), settings.runtime.output_dir)
+            try:
+                summary = run(cfg)
+            except BaseException as error:
+                self.members.append(add(_reason(error), failed=True))
+                print(f"error: {_reason(error)}", flush=True)
+                if not isinstance(error, (UserError, SystemExit)):
+                    traceback.print_exc()
+                # Other launchers run their members in other processes: they need the error to know of the failure.
+                if isinstance(error, Exception) and "BasicLauncher" in settings.launcher._target_:
+                    return None
+                raise
+            self.members.append(add(_result(summary), failed=False))
+            return summary
+
+        return recorded
+
+    @property
+    def failures(self) -> int:
+        return sum(member.failed for member in self.members)
+
+    def table(self) -> str:
+        """Return one line per run: what distinguishes it, its result, its folder."""
+        common = set.intersection(*(set(member.overrides) for member in self.members))
+        names = [
+            " ".join(override for override in member.overrides if override not in common) or "(same settings)"
+            for member in self.members
+        ]
+        width = max(map(len, names))
+        lines = [f"{len(self.members)} runs, {self.failures} failed"]
+        for name, member in zip(names, self.members, strict=True):
+            lines.append(f"  {name:<{width}}  {member.outcome}  {member.folder}")
+        return "\n".join(lines)
+
+
+def _result(summary: Any) -> str:
+    """Return the score in the summary of a run, which may be of any workspace."""
+    if not isinstance(summary, dict) or summary.get("score") is None:
+        return "done, no score"
+    return f"score {summary['score']:.3f} (best {summary['best_score']:.3f})"
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, (SystemExit, KeyboardInterrupt)):
+        return "stopped"
+    return f"failed: {' '.join((str(error) if isinstance(error, UserError) else repr(error)).split())}"
