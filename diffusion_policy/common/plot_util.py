@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 from typing import Any
 
+from diffusion_policy.common.json_logger import read_json_log
 
-def plot_learning_curve(log_path: str | pathlib.Path, image_path: str | pathlib.Path) -> pathlib.Path:
-    """Plot loss, action error and scores over steps from a run's logs.json.txt into a png; returns its path."""
+#: Terms of the loss that a policy logs have names with this prefix.
+TERM = "loss/"
+
+
+def plot_learning_curve(log_path: str | pathlib.Path, image_path: str | pathlib.Path, title: str = "") -> pathlib.Path:
+    """Plot a run's logs.json.txt into a png; returns its path.
+
+    Panels: the loss; its terms, if the policy logs them, because a weight that changes during training hides them in
+    the sum; the error of predicted actions, on training and on held-out episodes; the scores of rollouts.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    records = [json.loads(line) for line in pathlib.Path(log_path).read_text().splitlines()]
-    figure = Figure(figsize=(14, 4), layout="constrained")
+    records = read_json_log(log_path)
+    keys = {key for record in records for key in record}
+    terms = sorted(key for key in keys if key.startswith(TERM))
+    scores = sorted(key for key in keys if key.endswith("/mean_score"))
+    panels: list[tuple[str, dict[str, str], dict[str, Any]]] = [
+        ("loss", {"train_loss": "training", "val_loss": "held-out episodes"}, {"yscale": "log"}),
+        ("terms of the loss, unweighted", {key: key.removeprefix(TERM) for key in terms}, {"yscale": "log"}),
+        (
+            "action error (mean square, data units)",
+            {"train_action_mse_error": "training batch", "val_action_mse_error": "held-out episodes"},
+            {"yscale": "log"},
+        ),
+        ("mean score", {key: f"{key.split('/')[0]} starts" for key in scores}, {"ylim": (0, 1.02)}),
+    ]
+    panels = [panel for panel in panels if keys & panel[1].keys()] or panels[:1]
+    figure = Figure(figsize=(4.5 * len(panels), 4), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, 3)
-
-    def draw(axis: Any, key: str, label: str, **style: Any) -> None:
-        points = [(record["global_step"] + 1, record[key]) for record in records if key in record]
-        if points:
-            axis.plot(*zip(*points, strict=True), label=label, **style)
-
-    draw(axes[0], "train_loss", "training")
-    draw(axes[0], "val_loss", "validation")
-    draw(axes[1], "train_action_mse_error", "first training batch", marker=".")
-    draw(axes[2], "test/mean_score", "test starts", marker="o")
-    draw(axes[2], "train/mean_score", "train starts", marker="o")
-    axes[0].set(title="loss", yscale="log")
-    axes[1].set(title="squared error of predicted actions", yscale="log")
-    axes[2].set(title="mean score of rollouts", ylim=(0, 1))
-    for axis in axes:
-        axis.set_xlabel("step")
+    figure.suptitle(title)
+    for axis, (label, curves, style) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for key, name in curves.items():
+            points = [(record["global_step"] + 1, record[key]) for record in records if key in record]
+            if points:
+                axis.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 50 else None)
+        axis.set(xlabel="training step", ylabel=label, **style)
+        axis.grid(alpha=0.3)
         if axis.lines:
             axis.legend()
     figure.savefig(image_path, dpi=120)

@@ -3,6 +3,7 @@
 import copy
 import math
 import operator
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,16 @@ from diffusion_policy.common.replay_buffer import ReplayBuffer
 from diffusion_policy.common.sampler import SequenceSampler, downsample_mask, get_val_mask
 from diffusion_policy.model.common.normalizer import LinearNormalizer
 from diffusion_policy.storage.frame_cache import FileFrames, MemoryFrames
+
+#: Values of a dataset's option `normalization`, with the mode of `LinearNormalizer.fit` each stands for.
+NORMALIZATIONS = {"upstream": "limits", "min_max": "min_max"}
+
+
+def check_normalization(name: str) -> str:
+    """Return `name`, which must be a value of the option `normalization`."""
+    if name not in NORMALIZATIONS:
+        raise ConfigError(f"normalization must be 'upstream' or 'min_max', not {name!r}.")
+    return name
 
 
 class _BaseDataset(Dataset):
@@ -57,6 +68,10 @@ class WindowedDataset(Dataset):
     A subclass implements `_make_steps`, which returns {field: (steps, ...) tensor}, and may override `_to_sample`,
     which arranges a batch of them.
     """
+
+    normalization = "upstream"  # or MIP's 'min_max', see LinearNormalizer.fit
+    source: str | os.PathLike | None = None  # where the data came from
+    source_warning: str | None = None  # what every result trained on it must say
 
     def __init__(
         self,
@@ -114,11 +129,19 @@ class WindowedDataset(Dataset):
         dataset._set_episodes(self.val_mask)
         return dataset
 
-    def get_normalizer(self, mode: str = "limits", **kwargs: Any) -> LinearNormalizer:
-        """Fit on every step of every episode, as upstream does; keyword arguments as in `LinearNormalizer.fit`."""
+    def get_normalizer(self, mode: str | None = None, **kwargs: Any) -> LinearNormalizer:
+        """Fit on every step of every episode, as upstream does.
+
+        mode: by default that of `normalization`; it and the keyword arguments are those of `LinearNormalizer.fit`.
+        """
         normalizer = LinearNormalizer()
-        normalizer.fit(self.steps, last_n_dims=1, mode=mode, **kwargs)
+        mode = NORMALIZATIONS[self.normalization] if mode is None else mode
+        normalizer.fit(self._fitted_fields(), last_n_dims=1, mode=mode, **kwargs)
         return normalizer
+
+    def _fitted_fields(self) -> dict[str, torch.Tensor]:
+        """{field: (steps, ...)} that the normaliser is fitted on."""
+        return self.steps
 
     def get_all_actions(self) -> torch.Tensor:
         """(steps, Da)."""
@@ -177,11 +200,12 @@ class ImageWindowedDataset(WindowedDataset, BaseImageDataset):
             batch["obs"][key] = batch["obs"][key].float().div_(255)
         return _split(batch, len(indices))
 
-    def get_normalizer(self, mode: str = "limits", **kwargs: Any) -> LinearNormalizer:
+    def _fitted_fields(self) -> dict[str, torch.Tensor]:
+        return {key: self.steps[key] for key in ("action", *self.lowdim_keys)}
+
+    def get_normalizer(self, mode: str | None = None, **kwargs: Any) -> LinearNormalizer:
         """Fit actions and low-dim values on the data; map pixels from [0, 1] to [-1, 1]."""
-        normalizer = LinearNormalizer()
-        fields = {key: self.steps[key] for key in ("action", *self.lowdim_keys)}
-        normalizer.fit(fields, last_n_dims=1, mode=mode, **kwargs)
+        normalizer = super().get_normalizer(mode, **kwargs)
         for key in self.frame_shapes:
             normalizer[key] = get_image_range_normalizer()
         return normalizer

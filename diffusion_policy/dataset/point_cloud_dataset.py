@@ -49,7 +49,7 @@ class PointCloudDataset(WindowedDataset, BaseImageDataset):
             )
         if action_limit is not None and not action_limit > 0:
             raise ConfigError(f"action_limit must be a positive number, or null for none, not {action_limit}")
-        self.n_obs_steps, self.action_limit = n_obs_steps, action_limit
+        self.n_obs_steps, self.action_limit, self.source = n_obs_steps, action_limit, path
         self.shapes = {key: tuple(entry["shape"]) for key, entry in shape_meta["obs"].items()}
         self.action_shape = tuple(shape_meta["action"]["shape"])
         stored = ReplayBuffer.create_from_path(path).keys()

@@ -5,28 +5,23 @@ import os
 import torch
 from einops import rearrange
 
-from diffusion_policy.common.errors import DataNotFoundError
 from diffusion_policy.common.replay_buffer import ReplayBuffer
-from diffusion_policy.dataset.base_dataset import BaseLowdimDataset, WindowedDataset, check_steps
+from diffusion_policy.dataset.base_dataset import BaseLowdimDataset, WindowedDataset, check_normalization, check_steps
+from diffusion_policy.dataset.pusht_source import find_pusht
 
-DATA_URL = "https://diffusion-policy.cs.columbia.edu/data/training/pusht.zip"
 STATE_DIM = 5  # agent x y, block x y, block angle
 ACTION_DIM = 2  # target x y of the agent
-
-
-def require_pusht(zarr_path: str | os.PathLike) -> str:
-    """Return the path; if it does not exist, raise an error that tells how to get the data."""
-    path = os.path.expanduser(zarr_path)
-    if not os.path.exists(path):
-        raise DataNotFoundError(
-            f"There is no PushT dataset at {path} (from {os.getcwd()}). Get the public one, {DATA_URL}, with: "
-            f"python -m diffusion_policy.scripts.download pusht"
-        )
-    return path
+KEYPOINTS = 9
 
 
 class PushTLowdimDataset(WindowedDataset, BaseLowdimDataset):
-    """obs (T, 20): xy of nine keypoints of the block, then the agent's position; action (T, 2)."""
+    """obs (T, 20): xy of nine keypoints of the block, then the agent's position; action (T, 2).
+
+    Args:
+        zarr_path: the demonstrations, or 'auto', see `find_pusht`.
+        normalization: 'upstream' scales every number by itself; 'min_max', as MIP, has one scale for the x of all
+            keypoints, one for their y, and two for the agent.
+    """
 
     def __init__(
         self,
@@ -40,22 +35,41 @@ class PushTLowdimDataset(WindowedDataset, BaseLowdimDataset):
         seed: int = 42,
         val_ratio: float = 0.0,
         max_train_episodes: int | None = None,
+        normalization: str = "upstream",
     ):
         self.obs_key, self.state_key, self.action_key = obs_key, state_key, action_key
-        replay_buffer = ReplayBuffer.copy_from_path(require_pusht(zarr_path), keys=[obs_key, state_key, action_key])
+        self.normalization = check_normalization(normalization)
+        self.source, self.source_warning = find_pusht(zarr_path)
+        replay_buffer = ReplayBuffer.copy_from_path(self.source, keys=[obs_key, state_key, action_key])
         super().__init__(replay_buffer, horizon, pad_before, pad_after, seed, val_ratio, max_train_episodes)
 
     def _make_steps(self, replay_buffer: ReplayBuffer) -> dict[str, torch.Tensor]:
-        check_steps(replay_buffer, {self.obs_key: (9, 2), self.state_key: (STATE_DIM,), self.action_key: (ACTION_DIM,)})
+        check_steps(
+            replay_buffer,
+            {self.obs_key: (KEYPOINTS, 2), self.state_key: (STATE_DIM,), self.action_key: (ACTION_DIM,)},
+        )
         keypoints, state, action = (
             torch.from_numpy(replay_buffer[key]).float() for key in (self.obs_key, self.state_key, self.action_key)
         )
         obs = torch.cat([rearrange(keypoints, "n k xy -> n (k xy)"), state[:, :2]], dim=1)
         return {"obs": obs, "action": action}
 
+    def _fitted_fields(self) -> dict[str, torch.Tensor]:
+        if self.normalization == "upstream":
+            return self.steps
+        keypoints, agent = self.steps["obs"].split([2 * KEYPOINTS, 2], dim=1)
+        every = rearrange(keypoints, "n (k xy) -> (n k) xy", xy=2)  # each keypoint gets the range of all
+        obs = torch.cat([every.repeat(1, KEYPOINTS), agent.repeat_interleave(KEYPOINTS, dim=0)], dim=1)
+        return {"obs": obs, "action": self.steps["action"]}
+
 
 class PushTStateDataset(WindowedDataset, BaseLowdimDataset):
-    """obs (T, 5): the simulator's state, agent x y, block x y and angle; action (T, 2)."""
+    """obs (T, 5): the simulator's state, agent x y, block x y and angle; action (T, 2).
+
+    Args:
+        zarr_path: the demonstrations, or 'auto', see `find_pusht`.
+        normalization: see `LinearNormalizer.fit`.
+    """
 
     def __init__(
         self,
@@ -68,9 +82,12 @@ class PushTStateDataset(WindowedDataset, BaseLowdimDataset):
         seed: int = 42,
         val_ratio: float = 0.0,
         max_train_episodes: int | None = None,
+        normalization: str = "upstream",
     ):
         self.state_key, self.action_key = state_key, action_key
-        replay_buffer = ReplayBuffer.copy_from_path(require_pusht(zarr_path), keys=[state_key, action_key])
+        self.normalization = check_normalization(normalization)
+        self.source, self.source_warning = find_pusht(zarr_path)
+        replay_buffer = ReplayBuffer.copy_from_path(self.source, keys=[state_key, action_key])
         super().__init__(replay_buffer, horizon, pad_before, pad_after, seed, val_ratio, max_train_episodes)
 
     def _make_steps(self, replay_buffer: ReplayBuffer) -> dict[str, torch.Tensor]:

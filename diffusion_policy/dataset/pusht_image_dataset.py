@@ -11,8 +11,9 @@ from tqdm import tqdm
 
 from diffusion_policy.common.errors import DataError
 from diffusion_policy.common.replay_buffer import ReplayBuffer, read_array
-from diffusion_policy.dataset.base_dataset import ImageWindowedDataset, check_steps
-from diffusion_policy.dataset.pusht_dataset import ACTION_DIM, STATE_DIM, require_pusht
+from diffusion_policy.dataset.base_dataset import ImageWindowedDataset, check_normalization, check_steps
+from diffusion_policy.dataset.pusht_dataset import ACTION_DIM, STATE_DIM
+from diffusion_policy.dataset.pusht_source import find_pusht
 from diffusion_policy.storage.frame_cache import FileFrames, MemoryFrames, cached_frames
 
 SIZE = 96
@@ -23,6 +24,10 @@ class PushTImageDataset(ImageWindowedDataset):
 
     If the demonstrations have no images (array 'img'), those of the episodes in use are drawn from their states and
     kept in a file next to the dataset. See `drawn_frames`.
+
+    Args:
+        zarr_path: the demonstrations, or 'auto', see `find_pusht`.
+        normalization: of agent_pos and action, see `LinearNormalizer.fit`.
     """
 
     lowdim_keys = ["agent_pos"]
@@ -38,9 +43,12 @@ class PushTImageDataset(ImageWindowedDataset):
         val_ratio: float = 0.0,
         max_train_episodes: int | None = None,
         n_obs_steps: int | None = None,
+        normalization: str = "upstream",
     ):
-        path = require_pusht(zarr_path)
         self.n_obs_steps = n_obs_steps
+        self.normalization = check_normalization(normalization)
+        path, self.source_warning = find_pusht(zarr_path)
+        self.source = path
         super().__init__(
             ReplayBuffer.copy_from_path(path, keys=["state", "action"]),
             horizon,

@@ -19,7 +19,7 @@ from diffusion_policy.common.normalize_util import (
     get_range_normalizer_from_stat,
 )
 from diffusion_policy.common.replay_buffer import ReplayBuffer
-from diffusion_policy.dataset.base_dataset import ImageWindowedDataset, check_steps
+from diffusion_policy.dataset.base_dataset import ImageWindowedDataset, check_normalization, check_steps
 from diffusion_policy.dataset.robomimic_replay_lowdim_dataset import action_normalizer, check_vectors, convert_actions
 from diffusion_policy.model.common.normalizer import LinearNormalizer
 from diffusion_policy.model.common.rotation_transformer import RotationTransformer
@@ -34,7 +34,8 @@ class RobomimicReplayImageDataset(ImageWindowedDataset):
         shape_meta: {'obs': {key: {shape, type: rgb | low_dim}}, 'action': {shape}}; the default type is low_dim.
         abs_action, rotation_rep: as in RobomimicReplayLowdimDataset.
         normalization: 'upstream' scales positions (keys that end in pos) to [-1, 1] and does not scale quaternions,
-            rotations, grippers and relative actions; 'min_max', as in MIP, maps every low-dim dimension to [-1, 1].
+            rotations, grippers and relative actions; 'min_max', as in MIP, maps every low-dim dimension to [-1, 1],
+            a constant one to -1.
             Pixels are mapped to [-1, 1] in both.
         use_legacy_normalizer: divide absolute actions by their largest magnitude.
         use_cache: accepted for upstream's configs and ignored. Images are always converted once and kept next to the
@@ -58,11 +59,11 @@ class RobomimicReplayImageDataset(ImageWindowedDataset):
         max_train_episodes: int | None = None,
         normalization: str = "upstream",
     ):
-        if normalization not in ("upstream", "min_max"):
-            raise ConfigError(f"normalization must be 'upstream' or 'min_max', not {normalization!r}.")
         if n_obs_steps is not None and n_obs_steps < 1:
             raise ConfigError(f"n_obs_steps must be at least 1, or null for the whole window, not {n_obs_steps}.")
-        self.n_obs_steps, self.abs_action, self.normalization = n_obs_steps, abs_action, normalization
+        self.n_obs_steps, self.abs_action = n_obs_steps, abs_action
+        self.normalization = check_normalization(normalization)
+        self.source = dataset_path
         self.use_legacy_normalizer = use_legacy_normalizer
         self.frame_shapes, self.lowdim_shapes, action_shape = read_shape_meta(shape_meta)
         self.lowdim_keys = list(self.lowdim_shapes)
@@ -89,7 +90,7 @@ class RobomimicReplayImageDataset(ImageWindowedDataset):
         check_steps(replay_buffer, {**self.lowdim_shapes, "action": replay_buffer["action"].shape[1:]})
         return {key: torch.from_numpy(replay_buffer[key]) for key in (*self.lowdim_keys, "action")}
 
-    def get_normalizer(self, mode: str = "limits", **kwargs: Any) -> LinearNormalizer:
+    def get_normalizer(self, mode: str | None = None, **kwargs: Any) -> LinearNormalizer:
         """Fit as `normalization` selects; mode and keyword arguments apply to 'min_max' only."""
         if self.normalization == "min_max":
             return super().get_normalizer(mode, **kwargs)

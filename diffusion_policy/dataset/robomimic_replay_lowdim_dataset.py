@@ -17,7 +17,7 @@ from diffusion_policy.common.normalize_util import (
     robomimic_abs_action_only_normalizer_from_stat,
 )
 from diffusion_policy.common.replay_buffer import ReplayBuffer
-from diffusion_policy.dataset.base_dataset import BaseLowdimDataset, WindowedDataset, check_steps
+from diffusion_policy.dataset.base_dataset import BaseLowdimDataset, WindowedDataset, check_normalization, check_steps
 from diffusion_policy.model.common.normalizer import LinearNormalizer, SingleFieldLinearNormalizer
 from diffusion_policy.model.common.rotation_transformer import RotationTransformer
 from diffusion_policy.storage.hdf5_reader import Demos, read_demos
@@ -30,7 +30,8 @@ class RobomimicReplayLowdimDataset(WindowedDataset, BaseLowdimDataset):
         abs_action: actions are absolute poses, of one arm (7) or two (14); their rotation is converted to
             `rotation_rep` (with rotation_6d: 10 or 20 numbers).
         normalization: 'upstream' divides obs by its largest magnitude and does not scale rotations, grippers and
-            relative actions; 'min_max', as in MIP, maps every dimension of obs and action to [-1, 1].
+            relative actions; 'min_max', as in MIP, maps every dimension of obs and action to [-1, 1], a
+            constant one to -1.
         use_legacy_normalizer: divide absolute actions by their largest magnitude, too.
     """
 
@@ -49,9 +50,9 @@ class RobomimicReplayLowdimDataset(WindowedDataset, BaseLowdimDataset):
         max_train_episodes: int | None = None,
         normalization: str = "upstream",
     ):
-        if normalization not in ("upstream", "min_max"):
-            raise ConfigError(f"normalization must be 'upstream' or 'min_max', not {normalization!r}.")
-        self.obs_keys, self.abs_action, self.normalization = list(obs_keys), abs_action, normalization
+        self.obs_keys, self.abs_action = list(obs_keys), abs_action
+        self.normalization = check_normalization(normalization)
+        self.source = dataset_path
         self.use_legacy_normalizer = use_legacy_normalizer
         if not self.obs_keys or not all(isinstance(key, str) for key in self.obs_keys):
             raise ConfigError(f"obs_keys must be the names of at least one array, not {self.obs_keys}.")
@@ -73,7 +74,7 @@ class RobomimicReplayLowdimDataset(WindowedDataset, BaseLowdimDataset):
         check_steps(replay_buffer, {key: replay_buffer[key].shape[1:] for key in replay_buffer.keys()})
         return {key: torch.from_numpy(replay_buffer[key]) for key in ("obs", "action")}
 
-    def get_normalizer(self, mode: str = "limits", **kwargs: Any) -> LinearNormalizer:
+    def get_normalizer(self, mode: str | None = None, **kwargs: Any) -> LinearNormalizer:
         """Fit as `normalization` selects; mode and keyword arguments apply to 'min_max' only."""
         if self.normalization == "min_max":
             return super().get_normalizer(mode, **kwargs)

@@ -17,6 +17,7 @@ class PushTRunner(RolloutRunner):
     """
 
     title = "PushT rollouts"
+    draws_chunk = True
 
     def __init__(
         self,

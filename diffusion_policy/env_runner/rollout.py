@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 import logging
 import pathlib
 import uuid
@@ -43,6 +44,8 @@ class RolloutRunner:
         n_test: episodes from other seeds.
         n_test_vis: how many of them, from the first, are recorded as video.
         test_start_seed: the first of these seeds.
+        n_heldout: further episodes, reported as 'heldout/...', for protocols whose test seeds the demonstrations share.
+        heldout_start_seed: the first of their seeds.
         n_latency_steps: age in steps of the observations that the policy sees; as many of its actions are dropped.
         past_action: also pass the last n_obs_steps - 1 executed actions as 'past_action'.
         n_envs: environments per batch, None for all at once.
@@ -52,6 +55,7 @@ class RolloutRunner:
     """
 
     title = "rollouts"  # of the progress bar
+    draws_chunk = False  # whether the environment can draw a predicted chunk into its frames
     output_dir: str
 
     def __init__(
@@ -65,6 +69,8 @@ class RolloutRunner:
         n_test: int = 22,
         n_test_vis: int = 6,
         test_start_seed: int = 10000,
+        n_heldout: int = 0,
+        heldout_start_seed: int = 100000,
         max_steps: int = 200,
         n_obs_steps: int = 8,
         n_action_steps: int = 8,
@@ -90,6 +96,7 @@ class RolloutRunner:
             )
         self._plan: list[Episode] = [("train", train_start_seed + i, i < n_train_vis) for i in range(n_train)]
         self._plan += [("test", test_start_seed + i, i < n_test_vis) for i in range(n_test)]
+        self._plan += [("heldout", heldout_start_seed + i, False) for i in range(n_heldout)]
         self.n_envs = n_envs or len(self._plan)
         self.n_obs_steps = n_obs_steps
         self.n_action_steps = n_action_steps
@@ -164,7 +171,7 @@ class RolloutRunner:
             slots = self._get_slots(1)
             obs = self.policy_input(slots.reset([episode]))
             policy.reset()
-            action = self._predict(policy, obs)[:, self.n_latency_steps :]
+            action = self._predict(policy, obs)[0][:, self.n_latency_steps :]
             if action.shape[1] != self.n_action_steps:
                 raise ConfigError(
                     f"task.env_runner.n_action_steps={self.n_action_steps}, but {name} returns {action.shape[1]} "
@@ -264,7 +271,7 @@ class RolloutRunner:
             batch = self.policy_input(obs)
             if self.past_action and past_action is not None and self.n_obs_steps > 1:
                 batch["past_action"] = past_action[:, -(self.n_obs_steps - 1) :].astype(np.float32)
-            action = self._predict(policy, batch)
+            action, chunk = self._predict(policy, batch)
             for i in np.flatnonzero(~done & ~np.isfinite(action).all(axis=(1, 2))):
                 raise RuntimeError(
                     f"the policy returned an action that is not finite, in the episode with "
@@ -276,30 +283,51 @@ class RolloutRunner:
                     f"the policy returned no action beyond the {self.n_latency_steps} lost to "
                     "n_latency_steps: its n_action_steps must be larger"
                 )
-            obs, reward, done, steps = env.step(self.env_action(action))
+            obs, reward, done, steps = env.step(self.env_action(action), chunk if self.draws_chunk else None)
             past_action = action
             bar.update(action.shape[1])
         return [
-            {"split": e["split"], "seed": e["seed"], "max_reward": float(r), "steps": int(n), "video": e["video"]}
+            {
+                "split": e["split"],
+                "seed": e["seed"],
+                "max_reward": float(r),
+                "steps": int(n),
+                "video": self._name_video(e, float(r)),
+            }
             for e, r, n in zip(episodes, reward, steps, strict=False)  # idle slots come last
         ]
 
-    def _predict(self, policy: Any, batch: dict[str, np.ndarray]) -> np.ndarray:
-        """{name: (N, To, ...)} -> actions (N, Ta, Da) float64.
+    def _predict(self, policy: Any, batch: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """{name: (N, To, ...)} -> actions to execute (N, Ta, Da) and the predicted chunk (N, H, Da), float64.
 
         Observations stay float32 for every precision of the policy: half precision cannot represent positions up to 512
         pixels, and the policy normalises them first.
         """
         obs = {key: torch.from_numpy(value).to(policy.device) for key, value in batch.items()}
         with torch.no_grad():
-            action = policy.predict_action(obs)["action"]
-        return action.detach().to("cpu", torch.float64).numpy()
+            result = policy.predict_action(obs)
+        action = result["action"].detach().to("cpu", torch.float64).numpy()
+        chunk = result.get("action_pred", result["action"]).detach().to("cpu", torch.float64).numpy()
+        if chunk.shape[1] > action.shape[1]:
+            chunk = chunk[:, self.n_obs_steps - 1 :]  # a chunk starts at the first observation
+        return action, chunk
 
     def _video_path(self, split: str, seed: int) -> str:
-        """A new name in every run, so that the videos of earlier epochs are kept."""
+        """Where an episode is recorded; `_name_video` gives it its name when its score is known."""
         folder = pathlib.Path(self.output_dir) / "media"
         folder.mkdir(parents=True, exist_ok=True)
-        return str(folder / f"{split}_{seed}_{uuid.uuid4().hex[:8]}.mp4")
+        return str(folder / f".{split}_seed{seed}_{uuid.uuid4().hex[:8]}.mp4")
+
+    def _name_video(self, episode: dict[str, Any], score: float) -> str | None:
+        """Name a finished video after its score; the videos of earlier evaluations are kept. None if there is none."""
+        recorded = pathlib.Path(episode["video"] or "")
+        if not recorded.is_file():  # not asked for, or the episode ended before the first frame
+            return None
+        name = f"{episode['split']}_seed{episode['seed']}_score{score:.2f}"
+        names = itertools.chain([f"{name}.mp4"], (f"{name}_{n}.mp4" for n in itertools.count(2)))
+        path = next(path for path in map(recorded.with_name, names) if not path.exists())
+        recorded.rename(path)
+        return str(path)
 
     def _log(self) -> dict[str, Any]:
         out: dict[str, Any] = {}

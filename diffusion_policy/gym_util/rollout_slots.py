@@ -22,7 +22,8 @@ from gymnasium.vector.utils import CloudpickleWrapper
 
 from diffusion_policy.common.errors import UserError
 from diffusion_policy.gym_util.multistep_wrapper import MultiStepWrapper
-from diffusion_policy.gym_util.video_recording_wrapper import VideoRecorder, VideoRecordingWrapper
+from diffusion_policy.gym_util.rollout_video import RolloutVideo
+from diffusion_policy.gym_util.video_recording_wrapper import VideoRecorder
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class RolloutEnv:
     A slot whose episode is None is done from the start.
     """
 
-    def __init__(self, env: MultiStepWrapper, video: VideoRecordingWrapper):
+    def __init__(self, env: MultiStepWrapper, video: RolloutVideo):
         self.env = env
         self.video = video
 
@@ -65,8 +66,12 @@ class RolloutEnv:
         self._obs, _ = self.env.reset(seed=seed, options=options)
         return self._obs
 
-    def step(self, action: np.ndarray) -> tuple[Any, float, bool, int]:
-        """action (Ta, Da) -> observation, best reward so far, whether the episode is over, its steps so far."""
+    def step(self, actions: tuple[np.ndarray, np.ndarray | None]) -> tuple[Any, float, bool, int]:
+        """Actions (Ta, Da) -> observation, best reward so far, whether the episode is over, its steps so far.
+
+        actions: those to execute, and the whole predicted chunk for the video, or None.
+        """
+        action, self.video.chunk = actions
         if not self._done:
             self._obs, self._reward, terminated, truncated, _ = self.env.step(action)
             self._steps = len(self.env.get_rewards())
@@ -90,7 +95,7 @@ def make_rollout_env(
 ) -> RolloutEnv:
     """Build a slot's environment, with video recording and chunks of actions."""
     env = env_cls(**env_kwargs)
-    video = VideoRecordingWrapper(
+    video = RolloutVideo(
         env,
         VideoRecorder.create_h264(fps=fps, codec="h264", input_pix_fmt="rgb24", crf=crf),
         steps_per_render=max(env.control_hz // fps, 1),
@@ -112,9 +117,15 @@ class _Slots:
         """Start one episode, or None, per slot; return the first observations (N, ...), or a dict of them."""
         return _batch(self._call("reset", episodes))
 
-    def step(self, actions: np.ndarray) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray]:
-        """actions (N, Ta, Da) -> observations (N, ...), rewards (N,), done (N,), steps (N,)."""
-        obs, rewards, done, steps = zip(*self._call("step", actions), strict=True)
+    def step(
+        self, actions: np.ndarray, chunks: np.ndarray | None = None
+    ) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray]:
+        """Actions (N, Ta, Da) -> observations (N, ...), rewards (N,), done (N,), steps (N,).
+
+        chunks: the whole predicted chunks (N, H, Da), to draw into videos.
+        """
+        arguments = zip(actions, [None] * len(actions) if chunks is None else chunks, strict=True)
+        obs, rewards, done, steps = zip(*self._call("step", arguments), strict=True)
         return _batch(obs), np.array(rewards, dtype=np.float64), np.array(done, dtype=bool), np.array(steps)
 
 

@@ -44,11 +44,15 @@ class VideoRecordingWrapper(gym.Wrapper):
         if self.file_path is not None and self.step_count % self.steps_per_render == 0:
             if not self.video_recoder.is_ready():
                 self.video_recoder.start(self.file_path)
-            frame: Any = self.env.render()
+            frame = self.frame(float(result[1]))
             if frame.dtype != np.uint8:
                 raise TypeError(f"the environment must render uint8 frames, got {frame.dtype}")
             self.video_recoder.write_frame(frame)
         return result
+
+    def frame(self, reward: float) -> Any:
+        """The frame to record after a step with this reward."""
+        return self.env.render()
 
     def render(self) -> Any:
         self.video_recoder.stop()

@@ -28,11 +28,12 @@ from tqdm import tqdm
 
 from diffusion_policy.common.errors import DataError, UserError
 from diffusion_policy.common.replay_buffer import ReplayBuffer
-from diffusion_policy.dataset.pusht_dataset import DATA_URL
+from diffusion_policy.dataset.pusht_source import DATA_URL, HUMAN
 from diffusion_policy.storage.atomic import write_atomically
 from diffusion_policy.storage.hdf5_reader import read_demos
 
 TIMEOUT_SECONDS = 30
+CONNECT_SECONDS = 5  # to find out whether there is a network
 BLOCK_BYTES = 1 << 20
 
 
@@ -53,7 +54,7 @@ SOURCES = {
     "pusht": Source(
         url=DATA_URL,
         sha256=None,
-        zarr="pusht/pusht_cchi_v7_replay.zarr",
+        zarr=str(Path(HUMAN).relative_to("data")),
         episodes=206,
         steps=25650,
         keys=("action", "state", "keypoint"),
@@ -217,6 +218,14 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         name = headers.get("X-Linked-Etag", "").strip('"')
         self.sha256 = name if re.fullmatch("[0-9a-f]{64}", name) else self.sha256
         return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def check_reachable(url: str) -> None:
+    """Raise URLError unless the server soon starts to send the file."""
+    try:
+        urllib.request.urlopen(url, timeout=CONNECT_SECONDS).close()
+    except TimeoutError as error:  # it accepted the connection and stays silent
+        raise urllib.error.URLError(error) from error
 
 
 # urllib, not requests: that does not resume either, loses the last block before a cut and cannot read file:// URLs.

@@ -185,6 +185,8 @@ def make_runner(cfg: DictConfig, options: argparse.Namespace, output: pathlib.Pa
     from diffusion_policy.common.config_util import build
 
     changes: dict[str, Any] = {"n_train": 0, "n_train_vis": 0}
+    if "n_heldout" in cfg.task.env_runner:
+        changes["n_heldout"] = 0
     if options.n_episodes is not None:
         changes["n_test"] = options.n_episodes
     if options.seeds is not None:

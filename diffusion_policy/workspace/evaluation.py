@@ -49,6 +49,9 @@ def evaluate(run: TrainWorkspace, runner: Any, due: Callable[[int], bool]) -> di
             record["train_action_mse_error"] = action_error(policy, run.stream, run.device)
         if due(s.rollout_every) and runner is not None:
             record |= runner.run(policy)
+        # Last, so that a policy that samples draws the same numbers in the rollouts with and without held-out episodes.
+        if due(s.sample_every) and run.val_stream is not None:
+            record["val_action_mse_error"] = action_error(policy, run.val_stream, run.device)
     return record
 
 

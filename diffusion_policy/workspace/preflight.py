@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from diffusion_policy.workspace.train_workspace import TrainWorkspace
 
 #: What the training loop logs for any policy, and what the runners of this package do.
-METRICS = ("epoch", "global_step", "lr", "train_loss", "val_loss", "train_action_mse_error", "skipped_steps")
-SCORES = ("test_mean_score", "train_mean_score")
+METRICS = ("epoch", "global_step", "lr", "train_loss", "val_loss", "train_action_mse_error", "val_action_mse_error")
+SCORES = ("test_mean_score", "train_mean_score", "heldout_mean_score")
 
 
 def check_fit(run: TrainWorkspace, runner: Any) -> None:

@@ -16,6 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from diffusion_policy.common.command_line import STOPPED, override, shell_command
 from diffusion_policy.common.errors import CheckpointError, ConfigError, StorageError
 from diffusion_policy.common.plot_util import plot_learning_curve
+from diffusion_policy.dataset.identity import check_same
+from diffusion_policy.gym_util.rollout_video import write_grid
 from diffusion_policy.storage import atomic, checkpoint_io
 from diffusion_policy.workspace.changes import check_changes
 from diffusion_policy.workspace.console import say
@@ -98,6 +100,7 @@ def load_first_readable(checkpoints: list[pathlib.Path]) -> tuple[pathlib.Path, 
 def resume(run: TrainWorkspace, checkpoints: list[pathlib.Path]) -> None:
     """Continue from the first checkpoint that can be read."""
     path, payload = load_first_readable(checkpoints)
+    check_same(payload.get("attributes", {}).get("dataset"), run.dataset)
     finished = payload.get("attributes", {}).get("global_step", 0) >= run.total_steps
     check_changes(payload["cfg"], OmegaConf.to_container(run.cfg, resolve=True), finished, run.folder)
     run.load_payload(payload)
@@ -136,8 +139,8 @@ def announce(run: TrainWorkspace) -> None:
     size = sum(p.numel() for p in run.model.parameters() if p.requires_grad) / 1e6
     say(
         f"training {type(run.model).__name__} ({size:.2f} M parameters) on {run.stream.size} windows of "
-        f"{run.cfg.task.name}, {run.total_steps} steps of batch {run.cfg.dataloader.batch_size} on "
-        f"{run.device}; run folder {run.folder}"
+        f"{run.cfg.task.name}, {run.total_steps} steps of batch {run.cfg.dataloader.batch_size} on {run.device}\n"
+        f"dataset {run.dataset['name']}, sha256 {run.dataset['sha256']}\nrun folder {run.folder}"
     )
 
 
@@ -159,34 +162,34 @@ def storage_errors_explained(run: TrainWorkspace) -> Iterator[None]:
         ) from error
 
 
-def finish(run: TrainWorkspace) -> dict[str, Any]:
+def finish(run: TrainWorkspace, runner: Any) -> dict[str, Any]:
     """Write the summary of a complete run; exit with 130, and the command that continues it, if it was stopped."""
     if run.global_step < run.total_steps:
         command = continue_command(run.folder)
         say(f"stopped at step {run.global_step} of {run.total_steps}; continue with\n    {command}")
         sys.exit(STOPPED)
-    evaluable = run.cfg.task.get("env_runner") is not None
-    return write_summary(run.folder, run.scores, run.global_step, run.get_checkpoint_path(), evaluable)
+    return write_summary(run, write_grid(runner, run.folder))
 
 
-def write_summary(
-    folder: pathlib.Path, scores: list[float], steps: int, checkpoint: pathlib.Path, evaluable: bool
-) -> dict[str, Any]:
-    """Write summary.json and learning_curve.png, and print where everything is.
-
-    scores: test/mean_score of every evaluation. evaluable: whether the task has a simulator, which eval.py needs.
-    """
-    last, best = scores[-EVALUATIONS:], sorted(scores)[-EVALUATIONS:]
+def write_summary(run: TrainWorkspace, grid: str | None) -> dict[str, Any]:
+    """Write summary.json and learning_curve.png, and print where everything is. grid: a video of the last rollouts."""
+    folder, scores, checkpoint = run.folder, run.scores, run.get_checkpoint_path()
+    last, best, heldout = scores[-EVALUATIONS:], sorted(scores)[-EVALUATIONS:], run.heldout_scores[-EVALUATIONS:]
+    videos = sorted((folder / "media").glob("*.mp4"), key=lambda path: path.stat().st_mtime)
+    curve = plot_learning_curve(folder / LOG, folder / "learning_curve.png", f"{run.cfg.name} on {run.cfg.task.name}")
     summary: dict[str, Any] = {
         "score": scores[-1] if scores else None,
         "best_score": max(scores, default=None),
         "mean_of_last_scores": sum(last) / len(last) if last else None,
         "mean_of_best_scores": sum(best) / len(best) if best else None,
         "evaluations": len(scores),
-        "steps": steps,
+        "heldout_score": heldout[-1] if heldout else None,
+        "mean_of_last_heldout_scores": sum(heldout) / len(heldout) if heldout else None,
+        "dataset": run.dataset,
+        "steps": run.global_step,
         "checkpoint": str(checkpoint),
-        "videos": sorted(str(path) for path in (folder / "media").glob("*.mp4")),
-        "learning_curve": str(plot_learning_curve(folder / LOG, folder / "learning_curve.png")),
+        "videos": [str(path) for path in videos],
+        "learning_curve": str(curve),
     }
     atomic.write_text(folder / "summary.json", json.dumps(summary, indent=2))
     if scores:
@@ -194,10 +197,17 @@ def write_summary(
             f"score {summary['score']:.3f} (best {summary['best_score']:.3f}, mean of the last {len(last)} evaluations "
             f"{summary['mean_of_last_scores']:.3f}, of the best {len(best)} {summary['mean_of_best_scores']:.3f})"
         )
+    if heldout:
+        say(
+            f"held-out starts {summary['heldout_score']:.3f}, mean of the last {len(heldout)} evaluations "
+            f"{summary['mean_of_last_heldout_scores']:.3f}"
+        )
+    if run.dataset["warning"]:
+        say(f"WARNING         {run.dataset['warning']}")
     say(f"checkpoint      {checkpoint}")
-    if summary["videos"]:
-        say(f"rollout video   {summary['videos'][-1]}")
+    if videos:
+        say(f"rollout video   {grid or videos[-1]}")
     say(f"learning curve  {summary['learning_curve']}")
-    if evaluable:
+    if run.cfg.task.get("env_runner") is not None:
         say(f"next            {shell_command('python', 'eval.py', '--checkpoint', checkpoint)}")
     return summary

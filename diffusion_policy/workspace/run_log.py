@@ -14,7 +14,15 @@ from diffusion_policy.workspace.run_folder import LOG, drop_log_after
 from diffusion_policy.workspace.tracker import Tracker
 
 #: The metrics that the terminal shows.
-SHOWN = ("train_loss", "val_loss", "train_action_mse_error", "test/mean_score", "test/lost_episodes")
+SHOWN = (
+    "train_loss",
+    "val_loss",
+    "train_action_mse_error",
+    "val_action_mse_error",
+    "test/mean_score",
+    "heldout/mean_score",
+    "test/lost_episodes",
+)
 
 
 class RunLog:

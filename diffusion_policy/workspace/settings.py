@@ -51,6 +51,8 @@ WHOLE = {
     "task.env_runner.n_train_vis": 0,
     "task.env_runner.n_test": 0,
     "task.env_runner.n_test_vis": 0,
+    "task.env_runner.n_heldout": 0,
+    "task.env_runner.n_heldout_vis": 0,
     "task.env_runner.train_start_seed": 0,
     "task.env_runner.test_start_seed": 0,
     "task.env_runner.max_steps": 1,

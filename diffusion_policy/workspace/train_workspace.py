@@ -17,6 +17,7 @@ from diffusion_policy.common.checkpoint_util import TopKCheckpointManager
 from diffusion_policy.common.config_util import build, resolve_device
 from diffusion_policy.common.errors import ConfigError
 from diffusion_policy.common.random_state import RandomState, isolated_random_state, seed_everything
+from diffusion_policy.dataset.identity import dataset_identity
 from diffusion_policy.model.common.lr_scheduler import get_scheduler
 from diffusion_policy.policy.training_hooks import provide_hooks
 from diffusion_policy.workspace import divergence, run_folder
@@ -39,7 +40,7 @@ class TrainWorkspace(BaseWorkspace):
     run computes the same numbers, bit for bit on one device, as one that never stopped.
     """
 
-    include_keys = ("global_step", "epoch", "epoch_loss", "scores", "skipped_steps")
+    include_keys = ("global_step", "epoch", "epoch_loss", "scores", "heldout_scores", "skipped_steps", "dataset")
 
     def __init__(self, cfg: DictConfig, output_dir: str | None = None):
         super().__init__(cfg, output_dir)
@@ -58,7 +59,9 @@ class TrainWorkspace(BaseWorkspace):
         self.epoch = 0
         self.epoch_loss = [0.0, 0]  # sum and count of the losses of the unfinished epoch
         self.scores: list[float] = []  # test/mean_score of each evaluation
+        self.heldout_scores: list[float] = []  # heldout/mean_score, if the runner has such episodes
         self.skipped_steps = 0  # steps with a non-finite loss or gradient, see max_skipped_steps
+        self.dataset: dict[str, Any] = {}  # its identity, see dataset_identity
 
     @property
     def policy(self) -> Any:
@@ -87,7 +90,7 @@ class TrainWorkspace(BaseWorkspace):
             self.log = stack.enter_context(RunLog(self.cfg, self.folder, self.global_step))
             with StopRequest() as stop:
                 self._train(stop, runner)
-            return run_folder.finish(self)
+            return run_folder.finish(self, runner)
 
     # ------------------------------------------------------------------ prepare
     def prepare(self) -> None:
@@ -96,6 +99,7 @@ class TrainWorkspace(BaseWorkspace):
         self.device = resolve_device(s.device)
         with isolated_random_state(s.seed):  # a dataset that draws while it fills a cache must not shift the training
             dataset = build(cfg, "task.dataset")
+        self.dataset = dataset_identity(dataset, cfg.task.dataset)
         self.stream = BatchStream.from_config(dataset, cfg.dataloader, s.seed)
         validation = dataset.get_validation_dataset()
         self.val_stream = BatchStream.from_config(validation, cfg.val_dataloader, s.seed) if len(validation) else None
@@ -203,6 +207,8 @@ class TrainWorkspace(BaseWorkspace):
         record |= evaluate(self, runner, due)
         if "test/mean_score" in record:
             self.scores.append(record["test/mean_score"])
+        if "heldout/mean_score" in record:
+            self.heldout_scores.append(record["heldout/mean_score"])
         self.log(record)
         self.log.say_epoch(record, self.global_step, self.total_steps)
 

@@ -45,6 +45,7 @@ class IDPPolicy(ReferenceVariance, GeneratorPolicy):
         super().__init__(options, **arguments)
         self.make_reference(self.generator.horizon, self.action_dim)
         self._last: tuple[Tensor, Tensor] | None = None  # phi and m of the last batch, for the log
+        self._terms: dict[str, Tensor] = {}  # the terms of the last loss, without lambda_prox
 
     # ------------------------------------------------------------------ training
     def loss(self, cond: Tensor, actions: Tensor) -> Tensor:
@@ -55,10 +56,13 @@ class IDPPolicy(ReferenceVariance, GeneratorPolicy):
             loss = potential((y - a) / t, m)
         else:
             loss = proposals.loss(self, cond, a, m)
+        self._terms = {"loss/proposal": loss.detach()}
         share = self.current_lambda() / paper_lambda(t)  # dividing by t* and 1 - t* already weights the probe by 81
         if share:
             z = self.generator(cond, a + (1 - t) * torch.randn_like(a), t)
-            loss = loss + share * potential((z - a) / (1 - t), m if o.geometry_on_probe else m.new_zeros(()))
+            probe = potential((z - a) / (1 - t), m if o.geometry_on_probe else m.new_zeros(()))
+            self._terms["loss/probe"] = probe.detach()
+            loss = loss + share * probe
         return o.loss_scale * loss.mean()
 
     def excess(self, cond: Tensor, actions: Tensor) -> Tensor:
@@ -85,6 +89,7 @@ class IDPPolicy(ReferenceVariance, GeneratorPolicy):
 
     def metrics(self) -> dict[str, float]:
         out = {"lambda_prox": self.current_lambda()}
+        out |= {name: self.options.loss_scale * term.mean().item() for name, term in self._terms.items()}
         return out if self._last is None else out | statistics(*self._last, self.options)
 
     # ------------------------------------------------------------------ acting

@@ -1,17 +1,26 @@
-"""MeanFlow for policies (MP1)."""
+"""MeanFlow for policies: as in MP1, and as in MIP's code base."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from idp_workspace.options import Above, AtLeast, Options
-from idp_workspace.paths import adaptive_weight, broadcast, flow_steps, generator_jvp, interpolate, logit_normal_times
+from idp_workspace.paths import (
+    adaptive_weight,
+    broadcast,
+    flow_steps,
+    generator_jvp,
+    interpolate,
+    logit_normal_times,
+    squared_error,
+    uniform_times,
+)
 from idp_workspace.policy.base import GeneratorPolicy
 
 
@@ -19,6 +28,10 @@ from idp_workspace.policy.base import GeneratorPolicy
 class MeanFlowOptions(Options):
     """Options of MeanFlow, with the values of MP1 as defaults."""
 
+    variant: Literal["mp1", "mf"] = "mp1"
+    """`mp1`: MP1's objective. `mf`: the one that MIP's code base has, see `MeanFlowPolicy`."""
+    nfe: int = 1
+    """Steps of the sampler; `mp1`: 1."""
     time_mean: float = -0.4
     """Mean of the logit of MeanFlow's times."""
     time_std: Annotated[float, Above(0)] = 1.0
@@ -32,11 +45,20 @@ class MeanFlowOptions(Options):
     """Weight of the dispersive term; 0 is MP1 without it ("MP")."""
     time_scale: float = 1.0
     """The network receives both times multiplied by this; see `average_velocity`."""
+    loss_scale: float = 0.1
+    """Of `mf`, as are the next two."""
+    interval_from: Annotated[float, AtLeast(0)] = 0.2
+    """Share of the training up to which intervals are empty; they grow to full length at `interval_until`."""
+    interval_until: float = 0.7
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.flow_ratio > 1:
             raise ValueError(f"flow_ratio={self.flow_ratio} must be in [0, 1]")
+        if not self.interval_from < self.interval_until:
+            raise ValueError(
+                f"interval_until={self.interval_until} must be larger than interval_from={self.interval_from}"
+            )
 
 
 class MeanFlowPolicy(GeneratorPolicy):
@@ -54,6 +76,14 @@ class MeanFlowPolicy(GeneratorPolicy):
     `dispersive` > 0 adds MP1's term that spreads the features z of the backbone's blocks, all but the last, over the
     batch: dispersive * sum_blocks log mean_ij exp(-|z_i - z_j|^2 / max_ij |z_i - z_j|^2). Acts with one call, eps +
     u(eps, 0, 1).
+
+    variant='mf' is MIP's objective for the flow map X_{s,t}(x) = x + (t - s) u(x, s, t); both terms have the same eps:
+
+        L = scale mean [N(u(x_r, r, r) - v) + N(dX_{s,t}/ds (x_s) + sg[(dX_{s,t}/dx)(x_s) v])],   N(r) = sum_d r_d^2
+        r ~ U(0, 1);   s <= t from two uniform draws, then s <- max(s, t - delta)
+
+    delta, the largest length of an interval, is 0 up to `interval_from` of the training and 1 from `interval_until` on.
+    Acts from zero in `nfe` steps x <- x + (t - s) u(x, s, t); MIP reports 9, 3 and 1.
     """
 
     Options = MeanFlowOptions
@@ -84,6 +114,9 @@ class MeanFlowPolicy(GeneratorPolicy):
         return velocity + broadcast(t - s, x) * slope
 
     def loss(self, cond: Tensor, actions: Tensor) -> Tensor:
+        return self.mp1_loss(cond, actions) if self.options.variant == "mp1" else self.mf_loss(cond, actions)
+
+    def mp1_loss(self, cond: Tensor, actions: Tensor) -> Tensor:
         o = self.options
         s, t = self.draw_interval(actions)
         x, velocity = interpolate(torch.randn_like(actions), actions, s)
@@ -95,8 +128,41 @@ class MeanFlowPolicy(GeneratorPolicy):
         loss = (adaptive_weight(error, o.adaptive_p) * error).mean()
         return loss + o.dispersive * sum(dispersion(z) for z in features)
 
+    def longest_interval(self) -> float:
+        """Return delta of `mf` at the present progress of the training; 1 if the training loop does not tell it."""
+        o = self.options
+        if self.progress is None:
+            return 1.0
+        return min(1.0, max(0.0, (self.progress - o.interval_from) / (o.interval_until - o.interval_from)))
+
+    def mf_loss(self, cond: Tensor, actions: Tensor) -> Tensor:
+        c, noise = self.options.time_scale, torch.randn_like(actions)
+        r = uniform_times(len(actions), like=actions)
+        x, velocity = interpolate(noise, actions, r)
+        flow = squared_error(self.average_velocity(cond, x, r, r) - velocity)
+
+        first, second = (uniform_times(len(actions), like=actions) for _ in range(2))
+        t = torch.maximum(first, second)
+        s = torch.maximum(torch.minimum(first, second), t - self.longest_interval())
+        x, velocity = interpolate(noise, actions, s)
+        point, still = (x, c * s, c * t), torch.zeros_like(s)
+        u, u_s = generator_jvp(self.generator, cond, point, (torch.zeros_like(x), torch.full_like(s, c), still))
+        with torch.no_grad():
+            _, u_x = generator_jvp(self.generator, cond, point, (velocity, still, still))
+        length = broadcast(t - s, x)
+        residual = (length * u_s - u) + (velocity + length * u_x)  # dX/ds + (dX/dx) v
+        return self.options.loss_scale * (flow + squared_error(residual)).mean()
+
+    def check_nfe(self, nfe: int) -> None:
+        if nfe < 1 or (nfe > 1 and self.options.variant == "mp1"):
+            calls = "one network call" if self.options.variant == "mp1" else "at least one step"
+            raise ValueError(f"nfe={nfe}: MeanFlowPolicy with variant={self.options.variant} acts with {calls}")
+
     def sample(self, cond: Tensor, batch: int) -> Tensor:
-        return flow_steps(lambda x, s, t: self.average_velocity(cond, x, s, t), torch.randn_like(self.zeros(batch)), 1)
+        x = self.zeros(batch)
+        if self.options.variant == "mp1":
+            x = torch.randn_like(x)
+        return flow_steps(lambda x, s, t: self.average_velocity(cond, x, s, t), x, self.nfe)
 
 
 def dispersion(z: Tensor) -> Tensor:

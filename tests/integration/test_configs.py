@@ -325,10 +325,10 @@ def test_a_run_reports_the_best_and_the_mean_of_the_last_five_evaluations(tmp_pa
         "train_idp_mlp_lowdim", tmp_path / "run", data, "task.env_runner.max_steps=8", "task.env_runner.n_test_vis=0"
     )
     workspace.scores = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-    summary = run_folder.finish(workspace)
+    summary = run_folder.finish(workspace, None)
     assert (summary["score"], summary["best_score"], summary["mean_of_last_scores"]) == (6.0, 6.0, 4.0)
     workspace.scores = [6.0, 0.0, 5.0, 1.0, 4.0, 3.0, 2.0]  # DP3 reports the mean of the five best
-    assert run_folder.finish(workspace)["mean_of_best_scores"] == 4.0
+    assert run_folder.finish(workspace, None)["mean_of_best_scores"] == 4.0
 
 
 @pytest.mark.parametrize("ablation", ABLATIONS)

@@ -347,6 +347,72 @@ def test_dispersion():
         stub_policy(MeanFlowPolicy, straight(0.5)).compute_loss(data())
 
 
+# MIP's variant of MeanFlow
+def mf_policy(formula, **options):
+    return stub_policy(MeanFlowPolicy, formula, variant="mf", **options)
+
+
+@pytest.mark.parametrize("progress, delta", [(0.0, 0.0), (0.2, 0.0), (0.45, 0.5), (0.7, 1.0), (1.0, 1.0)])
+@pytest.mark.parametrize("scale", [1.0, 0.05])
+def test_loss_of_mip_s_mean_flow_on_a_linear_network(progress, delta, scale):
+    """u = 0.3 x + 0.7 s + 0.2 t: X = x + (t - s) u, dX/ds = -u + 0.7 (t - s), dX/dx v = v + 0.3 (t - s) v."""
+    policy = mf_policy(lambda x, s, t, c: 0.3 * x + 0.7 * s + 0.2 * t, time_scale=scale)
+    policy.set_progress(progress)
+    assert policy.longest_interval() == pytest.approx(delta)
+    batch = data()
+    torch.manual_seed(5)
+    ours = policy.compute_loss(batch).item()
+    torch.manual_seed(5)
+    a, z = batch["action"], torch.randn(8, H, D)
+    r, first, second = (torch.rand(8)[:, None, None] for _ in range(3))
+    t = torch.maximum(first, second)
+    s = torch.maximum(torch.minimum(first, second), t - delta)
+    flow = 0.3 * ((1 - r) * z + r * a) + 0.9 * scale * r - (a - z)
+    u = 0.3 * ((1 - s) * z + s * a) + scale * (0.7 * s + 0.2 * t)
+    residual = -u + (t - s) * 0.7 * scale + (a - z) * (1 + 0.3 * (t - s))
+    assert ours == pytest.approx(0.1 * (flow.square().sum(-1) + residual.square().sum(-1)).mean().item(), rel=1e-4)
+
+
+def test_gradient_of_mip_s_mean_flow_stops_at_the_derivative_in_x():
+    """u = k x: the residual's gradient in k is that of dX/ds alone."""
+    k = torch.nn.Parameter(torch.tensor(0.3))
+    policy = mf_policy(lambda x, s, t, c: k * x)
+    policy.set_progress(1.0)
+    batch = data()
+    torch.manual_seed(5)
+    (grad,) = torch.autograd.grad(policy.compute_loss(batch), [k])
+    torch.manual_seed(5)
+    a, z = batch["action"], torch.randn(8, H, D)
+    r, first, second = (torch.rand(8)[:, None, None] for _ in range(3))
+    s, t = torch.minimum(first, second), torch.maximum(first, second)
+    flow = k * ((1 - r) * z + r * a) - (a - z)
+    residual = -k * ((1 - s) * z + s * a) + ((a - z) * (1 + k * (t - s))).detach()
+    expected = 0.1 * (flow.square().sum(-1) + residual.square().sum(-1)).mean()
+    assert torch.allclose(grad, torch.autograd.grad(expected, [k])[0], rtol=1e-4)
+
+
+def test_sampler_of_mip_s_mean_flow():
+    """MIP's numbers for f = t (the end of each step), from zero."""
+    policy = mf_policy(lambda x, s, t, c: 0 * x + t)
+    for steps, value in {1: 1, 3: 2 / 3, 9: 5 / 9}.items():
+        policy.nfe, policy.model.calls = steps, 0
+        assert policy.predict_action(data())["action_pred"].unique().tolist() == pytest.approx([value])
+        assert policy.model.calls == steps
+    with pytest.raises(ValueError, match="at least one step"):
+        policy.nfe = 0
+    with pytest.raises(ValueError, match="mp1 acts with one network call"):
+        stub_policy(MeanFlowPolicy, straight(0.5), nfe=3)
+
+
+@pytest.mark.parametrize("kind", ["transformer", "unet", "mlp"])
+def test_mip_s_mean_flow_trains_with_every_backbone(kind):
+    policy = make(MeanFlowPolicy, kind, variant="mf")
+    policy.set_progress(0.6)
+    policy.compute_loss(data()).backward()
+    grads = [p.grad for p in policy.parameters() if p.grad is not None]
+    assert all(g.isfinite().all() for g in grads) and sum(g.norm() for g in grads) > 0
+
+
 # ---------------------------------------------------------------------- OFP
 def test_ofp_of_one_point():
     policy = stub_policy(OFPPolicy, straight(0.5)).train()
@@ -558,6 +624,8 @@ def test_a_teacher_is_no_part_of_its_student(policy_class, monkeypatch):
     "policy_class, arguments, message",
     [
         (MeanFlowPolicy, {"flow_ratio": 2.0}, "flow_ratio"),
+        (MeanFlowPolicy, {"variant": "mp2"}, "variant"),
+        (MeanFlowPolicy, {"variant": "mf", "interval_until": 0.1}, "interval_until"),
         (OFPPolicy, {"p_drop": 1.0}, "p_drop"),
         (OFPPolicy, {"min_interval": 0.0}, "min_interval"),
         (EDMTeacherPolicy, {"nfe": 4}, "odd"),

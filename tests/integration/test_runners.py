@@ -109,7 +109,10 @@ def test_what_the_policy_gets_and_what_comes_back(tmp_path, name, shapes):
     video = pathlib.Path(log["test/sim_video_100000"])
     assert video.parent == tmp_path / "media" and runner.episodes[1]["video"] == str(video)
     assert [e["video"] is None for e in runner.episodes] == [True, False, True, True]
-    assert iio.imread(video).shape == (24, 96, 96, 3)
+    assert video.name == f"test_seed100000_score{test_scores[0]:.2f}.mp4"
+    frames = iio.imread(video)
+    assert frames.shape == (24, 384 + 32, 384, 3)
+    assert frames[:, :384].std(axis=0).max() > 10 and frames[:, 384:].min() < 120  # a moving scene above a caption
     json.dumps(log)
 
 
@@ -228,3 +231,14 @@ def test_an_action_that_is_not_finite_is_an_error_with_its_seed_and_step(tmp_pat
     with pytest.raises(RuntimeError, match="not finite.*seed 100001 after 8 steps"):
         runner.run(Policy(act))
     runner.run(Policy(diagonal))  # and the runner can be used again
+
+
+def test_held_out_episodes_are_reported_beside_the_test_ones(tmp_path):
+    alone = small(PushTStateRunner, tmp_path, n_train=0, n_test=2, test_start_seed=0)
+    both = small(PushTStateRunner, tmp_path, n_train=0, n_test=2, test_start_seed=0, n_heldout=2, heldout_start_seed=50)
+    expected, log = alone.run(Policy(push)), both.run(Policy(push))
+    assert {key: value for key, value in log.items() if key.startswith("test/")} == expected
+    scores = [log[f"heldout/sim_max_reward_{seed}"] for seed in (50, 51)]
+    assert log["heldout/mean_score"] == pytest.approx(np.mean(scores))
+    other = small(PushTStateRunner, tmp_path, n_train=0, n_test=2, test_start_seed=50).run(Policy(push))
+    assert other["test/mean_score"] == log["heldout/mean_score"]

@@ -1,3 +1,5 @@
+import types
+
 import dill
 import gymnasium as gym
 import imageio.v3 as iio
@@ -13,6 +15,7 @@ from diffusion_policy.gym_util.multistep_wrapper import (
     repeated_space,
     stack_last_n_obs,
 )
+from diffusion_policy.gym_util.rollout_video import RolloutVideo, write_grid
 from diffusion_policy.gym_util.video_recording_wrapper import VideoRecorder, VideoRecordingWrapper
 from tests import golden
 
@@ -160,3 +163,29 @@ def test_upstream_import_paths():
     from diffusion_policy.gym_util.sync_vector_env import SyncVectorEnv
 
     assert AsyncVectorEnv is gym.vector.AsyncVectorEnv and SyncVectorEnv is gym.vector.SyncVectorEnv
+
+
+def test_a_rollout_video_is_large_and_has_a_caption(tmp_path):
+    env = RolloutVideo(CountingEnv(), VideoRecorder.create_h264(fps=10))
+    env.file_path = str(tmp_path / "a.mp4")
+    env.reset(seed=7)
+    for _ in range(4):
+        env.step(np.zeros(1))
+    env.close()
+    frames = iio.imread(tmp_path / "a.mp4")
+    assert frames.shape == (4, 384 + 32, 576, 3)
+    assert frames[:, :384].std() < frames[:, 384:].std()  # a plain scene above text
+
+
+def test_videos_of_different_lengths_are_tiled(tmp_path):
+    recorder = VideoRecorder.create_h264(fps=10)
+    for name, length in (("a", 3), ("b", 6), ("c", 1), ("d", 2)):
+        recorder.start(tmp_path / f"{name}.mp4")
+        for _ in range(length):
+            recorder.write_frame(np.full((40, 60, 3), 90, np.uint8))
+        recorder.stop()
+    runner = types.SimpleNamespace(episodes=[{"video": str(tmp_path / f"{name}.mp4")} for name in "abcd"])
+    frames = iio.imread(write_grid(runner, tmp_path))
+    assert frames.shape == (6, 480, 1080, 3)
+    assert frames[0, 300, 100].max() < 100 and frames[0, 300, 500].min() > 240  # the fourth tile, and an empty one
+    assert write_grid(types.SimpleNamespace(episodes=[{"video": None}]), tmp_path) is None

@@ -233,3 +233,18 @@ def test_module_attributes():
     module = ModuleAttrMixin().to(torch.float64)
     assert module.dtype == torch.float64 and module.device.type == "cpu"
     assert module.state_dict()["_dummy_variable"].shape == (0,)
+
+
+def test_mip_s_rule_maps_every_range_and_constants_to_minus_one():
+    data = torch.tensor([[5.0, 0.0, 1.0, -3.0], [5.0, 1e-5, 2.0, 4.0], [5.0, 5e-6, 1.5, 0.5]])
+    ours, upstream = LinearNormalizer(), LinearNormalizer()
+    ours.fit({"x": data}, mode="min_max")
+    upstream.fit({"x": data})
+    expected = torch.tensor([[-1.0, -1.0, -1.0, -1.0], [-1.0, 1.0, 1.0, 1.0], [-1.0, 0.0, 0.0, 0.0]])
+    torch.testing.assert_close(ours["x"].normalize(data), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(ours["x"].unnormalize(expected), data, atol=1e-6, rtol=1e-6)
+    assert ours["x"].normalize(torch.tensor([5.5, 0.0, 1.0, -3.0]))[0] == 0  # a range of 1 instead of 0
+    # Upstream's leaves ranges below 1e-4 alone; larger ones are the same to the last bit.
+    torch.testing.assert_close(upstream["x"].normalize(data)[:, :2], torch.tensor([[0.0, 0], [0, 1e-5], [0, 5e-6]]))
+    for name in ("scale", "offset"):
+        assert torch.equal(ours["x"].params_dict[name][2:], upstream["x"].params_dict[name][2:])

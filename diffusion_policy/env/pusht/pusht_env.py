@@ -116,6 +116,13 @@ class PushTEnv(gym.Env):
         """Frame (render_size, render_size, 3) uint8."""
         return self._render_frame(self.render_action)
 
+    def render_large(self, size: int, chunk: np.ndarray | None) -> np.ndarray:
+        """Frame (size, size, 3) uint8 for videos, with a predicted chunk of target positions (H, 2)."""
+        frame = self._render_frame(self.render_action, size)
+        if chunk is not None:
+            self._renderer.mark_path(frame, chunk)
+        return frame
+
     def close(self) -> None:
         self._renderer = None
 
@@ -224,13 +231,13 @@ class PushTEnv(gym.Env):
             "n_contacts": -(-self.n_contact_points // substeps),
         }
 
-    def _render_frame(self, mark_action: bool) -> np.ndarray:
-        """Frame (render_size, render_size, 3) uint8, with or without a cross at the last action."""
+    def _render_frame(self, mark_action: bool, size: int | None = None) -> np.ndarray:
+        """Frame (size, size, 3) uint8, with or without a cross at the last action; size: render_size, if None."""
         if self._renderer is None:
             from diffusion_policy.env.pusht.pusht_render import Renderer
 
             self._renderer = Renderer()
-        frame = self._renderer.draw(self.space, tuple(self.goal_pose.tolist()), self.render_size)
+        frame = self._renderer.draw(self.space, tuple(self.goal_pose.tolist()), size or self.render_size)
         if mark_action and self.latest_action is not None:
             self._renderer.mark_action(frame, self.latest_action)
         return frame

@@ -119,8 +119,8 @@ class PushTKeypointsEnv(PushTEnv):
             visible = np.append(visible, True)
         return np.concatenate([points.ravel(), np.repeat(visible, 2)])
 
-    def _render_frame(self, mark_action: bool) -> np.ndarray:
-        frame = super()._render_frame(mark_action)
+    def _render_frame(self, mark_action: bool, size: int | None = None) -> np.ndarray:
+        frame = super()._render_frame(mark_action, size)
         for name, points in self._drawn_keypoints.items():
             self._renderer.mark_keypoints(frame, points, self.color_map[name])
         return frame

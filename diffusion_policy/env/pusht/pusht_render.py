@@ -1,5 +1,6 @@
 """Off-screen drawing of PushT scenes; pygame surfaces need neither a display nor `pygame.init`."""
 
+import itertools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -90,6 +91,15 @@ class Renderer(pymunk.SpaceDebugDrawOptions):
             markerSize=int(8 / 96 * size),
             thickness=max(1, int(1 / 96 * size)),
         )
+
+    @staticmethod
+    def mark_path(frame: np.ndarray, positions: np.ndarray) -> None:
+        """Draw a chunk of target positions (H, 2), from light (first) to dark (last), onto `frame`, in place."""
+        points = [(int(x), int(y)) for x, y in np.clip(positions, -WINDOW, 2 * WINDOW) / WINDOW * frame.shape[0]]
+        for i, (a, b) in enumerate(itertools.pairwise(points)):
+            color = (255, int(200 - 160 * i / len(points)), 0)
+            cv2.line(frame, a, b, color, 2, cv2.LINE_AA)
+            cv2.circle(frame, b, 3, color, -1, cv2.LINE_AA)
 
     @staticmethod
     def mark_keypoints(frame: np.ndarray, keypoints: np.ndarray, color: Sequence[int]) -> None:

@@ -36,7 +36,12 @@ class LinearNormalizer(DictOfTensorMixin):
         range_eps: float = 1e-4,
         fit_offset: bool = True,
     ) -> None:
-        """Fit each field of `data`, a dict of (..., D) arrays or tensors (or one such array)."""
+        """Fit each field of `data`, a dict of (..., D) arrays or tensors (or one such array).
+
+        The modes 'limits' and 'gaussian' are upstream's: the range to [output_min, output_max], or mean 0 and deviation
+        1; a dimension whose range or deviation is below range_eps is only shifted. 'min_max' is MIP's: every range,
+        however small, to [output_min, output_max]; a constant dimension to output_min. It always fits an offset.
+        """
         fields = data if isinstance(data, Mapping) else {DEFAULT_FIELD: data}
         for key, value in fields.items():
             self.params_dict[key] = _fit(
@@ -197,8 +202,8 @@ def _fit(
     name: str,
 ) -> nn.ParameterDict:
     """Fit on data (..., D) over `last_n_dims` trailing dimensions; 0 gives one scalar normaliser."""
-    if mode not in ("limits", "gaussian"):
-        raise ConfigError(f"Unknown normaliser mode {mode!r}: use 'limits' or 'gaussian'.")
+    if mode not in ("limits", "gaussian", "min_max"):
+        raise ConfigError(f"Unknown normaliser mode {mode!r}: use 'limits', 'gaussian' or 'min_max'.")
     if output_max <= output_min or (mode == "limits" and not fit_offset and not output_min < 0 < output_max):
         raise ConfigError(
             f"The output range [{output_min}, {output_max}] is empty, or excludes 0 while fit_offset is off."
@@ -211,8 +216,12 @@ def _fit(
 
     stats = {"min": data.amin(0), "max": data.amax(0), "mean": data.mean(0), "std": data.std(0)}
 
-    # A constant dimension keeps scale 1: dividing by its range would amplify rounding errors.
-    if mode == "limits" and fit_offset:
+    if mode == "min_max":
+        input_range = stats["max"] - stats["min"]
+        scale = (output_max - output_min) / torch.where(input_range == 0, 1, input_range)
+        offset = output_min - scale * stats["min"]
+    # Upstream's modes: a nearly constant dimension keeps scale 1, or its rounding errors would be amplified.
+    elif mode == "limits" and fit_offset:
         input_range = stats["max"] - stats["min"]
         flat = input_range < range_eps
         scale = (output_max - output_min) / torch.where(flat, output_max - output_min, input_range)
