@@ -42,7 +42,7 @@ from diffusion_policy.common.config_util import config_dir, register_configs, re
 from diffusion_policy.common.errors import StorageError
 from diffusion_policy.common.json_logger import JsonLogger, read_json_log
 from diffusion_policy.storage import atomic, checkpoint_io
-from diffusion_policy.workspace import train_workspace
+from diffusion_policy.workspace import evaluation
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 #: Small networks and few steps, but every kind of state that must survive.
@@ -145,7 +145,7 @@ POINTS = {
     "before an old best one is removed": (os, "remove"),
     "while logging": (JsonLogger, "log"),
     "in a step": (torch.optim.AdamW, "step"),
-    "in an evaluation": (train_workspace, "action_error"),
+    "in an evaluation": (evaluation, "action_error"),
 }
 
 
