@@ -37,7 +37,9 @@ def places(tmp_path_factory):
     return Places(tmp_path_factory.mktemp("mistakes"))
 
 
-@pytest.mark.parametrize("name", [name for name in MISTAKES if name not in NUMBERS])
+@pytest.mark.parametrize(
+    "name", [name for name, mistake in MISTAKES.items() if name not in NUMBERS and mistake.code == 2]
+)
 def test_a_mistake_is_answered_with_one_line(name, places):
     words, answer = places.answer(MISTAKES[name])
     assert answer.problem(MISTAKES[name]) is None, f"{words}\n{answer.out}\n{answer.err}"
