@@ -100,6 +100,12 @@ def build_generator(owner: str, known_options: Iterable[str] = (), **arguments: 
     used = (*(TRANSFORMER if transformer else UNET), *(ENCODER if hybrid else ())) if builds_model else ()
     check_names(owner, given, used, known_options)
     entries, obs_dim, action_dim = read_sizes(owner, given, needs_encoder=not hybrid)
+    if in_paints(given):
+        log.info(
+            "%s does not in-paint: its UNet is built again with the observation as a condition (obs_as_global_cond)",
+            owner,
+        )
+        given["model"], given["obs_as_global_cond"] = conditioned_unet(**given), True
     conditioning = read_conditioning(owner, given, default="obs_as_cond" if transformer else "obs_as_global_cond")
     horizon, n_obs_steps, n_action_steps = given["horizon"], given["n_obs_steps"], given["n_action_steps"]
     start = n_obs_steps - 1 if given.get("oa_step_convention", True) else n_obs_steps
@@ -193,6 +199,32 @@ def read_conditioning(owner: str, given: dict[str, Any], default: str) -> str:
 
 
 # ------------------------------------------------------------------ networks
+def in_paints(given: dict[str, Any]) -> bool:
+    """Return whether a config in-paints the observation: no condition, and a UNet of actions and observations."""
+    model = given.get("model")
+    if not isinstance(model, ConditionalUnet1D) or given.get("obs_dim") is None:
+        return False
+    if any(given.get(name) for name in CONDITIONING):
+        return False
+    channels: Any = model.final_conv[-1]
+    return channels.out_channels == given["action_dim"] + given["obs_dim"]
+
+
+def conditioned_unet(model: Any, obs_dim: int, action_dim: int, n_obs_steps: int, **_: Any) -> ConditionalUnet1D:
+    """Return a UNet of actions with the sizes of `model`, conditioned on the observation."""
+    block = model.down_modules[0][0]
+    convolution, norm = block.blocks[0].block[:2]
+    return ConditionalUnet1D(
+        input_dim=action_dim,
+        global_cond_dim=obs_dim * n_obs_steps,
+        diffusion_step_embed_dim=model.diffusion_step_encoder[1].in_features,
+        down_dims=[level[0].blocks[0].block[0].out_channels for level in model.down_modules],
+        kernel_size=convolution.kernel_size[0],
+        n_groups=norm.num_groups,
+        cond_predict_scale=block.cond_predict_scale,
+    )
+
+
 def hybrid_networks(transformer: bool, **arguments: Any) -> tuple[nn.Module, nn.Module]:
     """Return the backbone and encoder of upstream's hybrid policies. Only their constructors build them."""
     # Imported here: in upstream's own tree they import all of robomimic.

@@ -76,7 +76,8 @@ def evaluate(expression: Any) -> Any:
                 return _OPERATORS[type(node.ops[0])](visit(node.left), visit(node.comparators[0]))
             case ast.BoolOp():
                 values = [visit(value) for value in node.values]
-                return all(values) if isinstance(node.op, ast.And) else any(values)
+                decides = operator.not_ if isinstance(node.op, ast.And) else operator.truth
+                return next(filter(decides, values), values[-1])  # an operand, as in Python
             case ast.IfExp():
                 return visit(node.body) if visit(node.test) else visit(node.orelse)
             case ast.List() | ast.Tuple():

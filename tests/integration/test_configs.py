@@ -26,18 +26,18 @@ from diffusion_policy.workspace import run_folder
 from tests import golden
 from tests.util import ROOT, load_config, train_here, write_point_clouds, write_pusht
 
-UPSTREAM_IMAGE = [
-    f"train_diffusion_{name}_workspace" for name in ("unet_hybrid", "transformer_hybrid", "unet_image")
-]  # in test_hybrid_policies.py
-NAMES = [name for name in config_names() if name != "train" and name not in UPSTREAM_IMAGE]
+UPSTREAM_ALL = [name for name in config_names() if name.startswith("train_diffusion") and name.endswith("_workspace")]
+UPSTREAM = [  # the others are in test_hybrid_policies.py and test_upstream_tasks.py
+    f"train_diffusion_{name}_workspace" for name in ("transformer_lowdim_pusht", "unet_lowdim", "unet_ddim_lowdim")
+]
+NAMES = [name for name in config_names() if name != "train" and (name not in UPSTREAM_ALL or name in UPSTREAM)]
 IMAGE = [name for name in NAMES if name.endswith("_image")]
 DP3 = ["train_dp3", "train_simple_dp3"]
 POINTCLOUD = [name for name in NAMES if name.endswith("_pointcloud") or name in DP3]
 CONFIGS = [name for name in NAMES if name not in (*IMAGE, *POINTCLOUD)]
 ABLATIONS = sorted(path.stem for path in (ROOT / "config/ablation").glob("*.yaml"))
-UPSTREAM = ["train_diffusion_transformer_lowdim_pusht_workspace", "train_diffusion_unet_lowdim_workspace"]
 NAMED = [
-    *UPSTREAM,
+    *UPSTREAM[:2],
     *(
         f"train_{objective}_{backbone}_lowdim"
         for objective in ("idp", "naive_drifting")
@@ -64,8 +64,8 @@ def recorded():
 
 def test_the_recorded_names_are_all_names(recorded):
     assert sorted(recorded) == [name for name in config_names() if name != "train"]
-    assert len(recorded) == 45 * 3 + len(DP3) + len(UPSTREAM) + len(UPSTREAM_IMAGE)
-    assert len(list((ROOT / "config").rglob("*.yaml"))) < 110
+    assert len(recorded) == 45 * 3 + len(DP3) + len(UPSTREAM_ALL) and len(UPSTREAM_ALL) == 14
+    assert len(list((ROOT / "config").rglob("*.yaml"))) < 125
 
 
 @pytest.mark.parametrize("name", [name for name in config_names() if name != "train"])
@@ -365,33 +365,60 @@ def test_the_paper_s_preset_has_the_paper_s_values():
     assert sum(p.numel() for p in policy.obs_encoder.parameters()) == 447_744
 
 
-@pytest.mark.parametrize("name", UPSTREAM)
+def flat(value, prefix=""):
+    if not isinstance(value, dict):
+        return {prefix: value}
+    return {k: v for key, child in value.items() for k, v in flat(child, f"{prefix}.{key}" if prefix else key).items()}
+
+
+#: What differs from upstream on purpose: where data, device and logs are; no loader processes for data in memory.
+OURS = (
+    "logging.",
+    "multi_run.",
+    "training.device",
+    *(f"{split}dataloader.{key}" for split in ("", "val_") for key in ("num_workers", "persistent_workers")),
+    "task.dataset.zarr_path",
+    "dataset.zarr_path",
+)
+
+
+@pytest.mark.parametrize("name", UPSTREAM_ALL)
 def test_upstream_configurations_have_upstream_s_values(name):
     reference = golden.read("resolved_configs")["workspaces"][name]
-
-    def flat(value, prefix=""):
-        if not isinstance(value, dict):
-            return {prefix: value}
-        return {
-            k: v for key, child in value.items() for k, v in flat(child, f"{prefix}.{key}" if prefix else key).items()
-        }
-
     ours = flat(OmegaConf.to_container(load_config(name), resolve=True))
-    # What differs on purpose: where data, device and logs are, and no loader processes for data that is in memory.
-    allowed = (
-        "logging.",
-        "multi_run.",
-        "training.device",
-        "dataloader.num_workers",
-        "val_dataloader.num_workers",
-        "task.dataset.zarr_path",
-    )
-    different = {
-        key: (value, ours.get(key))
-        for key, value in flat(reference).items()
-        if ours.get(key) != value and not key.startswith(allowed)
-    }
-    assert not different
+    allowed = OURS
+    if reference["task_name"] == "lift_image":  # ours train on PushT unless told: lift needs robosuite and its data
+        assert ours["task.name"] == "pusht_image"
+        allowed += ("task", "shape_meta.", "policy.shape_meta.", "policy.obs_encoder.shape_meta.")
+    theirs = {key: value for key, value in flat(reference).items() if not key.startswith(allowed)}
+    assert {key: (value, ours.get(key)) for key, value in theirs.items() if key not in ours or ours[key] != value} == {}
+    # Nothing else reaches the policy: upstream's would hand it to the scheduler.
+    added = {key for key in ours if key.startswith("policy.") and not key.startswith(allowed)} - set(theirs)
+    assert added <= {"policy.obs_encoder_width", "policy.obs_encoder.rgb_model.width"}
+
+
+@pytest.mark.parametrize("task, theirs", golden.read("resolved_configs")["tasks"].items())
+def test_upstream_s_tasks_have_upstream_s_values(task, theirs):
+    kind = "unet_hybrid" if task.endswith("_image") else "unet_lowdim"
+    cfg = load_config(f"train_diffusion_{kind}_workspace", f"task={task}")
+    ours = flat(OmegaConf.to_container(cfg.task, resolve=True))
+    different = {key: (value, ours.get(key)) for key, value in flat(theirs).items() if ours.get(key, "-") != value}
+    assert not [key for key in different if not key.startswith(OURS)], different
+
+
+def test_a_task_has_mip_s_values_under_mip_s_protocol_and_upstream_s_under_upstream_s():
+    for name, legacy, ratio, episodes in (
+        ("train_idp_transformer_image", False, 0.0, None),
+        ("train_diffusion_unet_image_workspace", True, 0.02, 90),
+    ):
+        task = load_config(name, "task=pusht_image").task
+        assert (task.env_runner.legacy_test, task.dataset.val_ratio, task.dataset.max_train_episodes) == (
+            legacy,
+            ratio,
+            episodes,
+        )
+        task = load_config(name, "task=lift_ph_image").task
+        assert (task.dataset.normalization, task.dataset.val_ratio) == ("upstream" if legacy else "min_max", ratio)
 
 
 def test_layers_of_the_code(repo_root):
