@@ -58,7 +58,7 @@ class BlockPushLowdimDataset(WindowedDataset, BaseLowdimDataset):
             obs[:, EEF_TARGET] = 0
         return {"obs": obs, "action": action}
 
-    def get_normalizer(self, mode: str = "limits", **kwargs: Any) -> LinearNormalizer:
+    def get_normalizer(self, mode: str | None = None, **kwargs: Any) -> LinearNormalizer:
         normalizer = super().get_normalizer(mode, **kwargs)
         if self.use_manual_normalizer:
             normalizer["obs"] = grouped_normalizer(self.steps["obs"].numpy())

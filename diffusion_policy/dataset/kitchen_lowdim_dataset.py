@@ -24,7 +24,7 @@ class KitchenDataset(WindowedDataset, BaseLowdimDataset):
         check_steps(replay_buffer, {"obs": (OBS_DIM,), "action": (ACTION_DIM,)})
         return {key: torch.from_numpy(replay_buffer[key]) for key in ("obs", "action")}
 
-    def get_normalizer(self, mode: str = "limits", **kwargs: Any) -> LinearNormalizer:
+    def get_normalizer(self, mode: str | None = None, **kwargs: Any) -> LinearNormalizer:
         return super().get_normalizer(mode, **{"range_eps": RANGE_EPS, **kwargs})
 
 
