@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 #: Default number of cases per target; slow targets have fewer.
-CASES = {"zarr": 4500, "hdf5": 3000, "checkpoint": 1800, "overrides": 600, "observations": 1800}
+CASES = {"zarr": 4500, "hdf5": 3000, "checkpoint": 1800, "overrides": 600, "observations": 1800, "hostile": 790}
 CPU_SECONDS = 20.0  # for one case; the slowest take one or two
 WALL_SECONDS = 300.0  # for one case that waits, for instance for a pipe; long enough for a busy machine
 START_SECONDS = 1200.0  # for imports and for making the valid inputs
@@ -112,6 +112,8 @@ def judged(target: Any, value: Any, canary: pathlib.Path) -> dict[str, Any]:
     if (growth := peak() - before) > GROWTH_BYTES:
         outcome, finding = "finding", f"memory grew by {growth / 1e6:.0f} MB"
     answer = {"outcome": outcome, "seconds": time.perf_counter() - start}
+    if hasattr(target, "label"):
+        answer["label"] = target.label(value)
     return answer if finding is None else answer | {"finding": finding, "input": target.describe(value)[:2000]}
 
 
@@ -241,12 +243,15 @@ def fuzz(cases: dict[str, int], seed: int = 0) -> dict[str, Any]:
     counts: dict[str, collections.Counter] = {target: collections.Counter() for target in cases}
     seconds = dict.fromkeys(cases, 0.0)
     slowest: dict[str, tuple[float, int]] = dict.fromkeys(cases, (0.0, -1))
+    tried: dict[str, dict[str, collections.Counter]] = {target: {} for target in cases}
     findings = []
     with Worker() as process, tqdm(total=sum(cases.values()), desc="fuzz", disable=None) as bar:
         for target, number in cases.items():
             started = time.monotonic()
             for answer in process.run(target, seed, 0, number):
                 counts[target][answer["outcome"]] += 1
+                if "label" in answer:
+                    tried[target].setdefault(answer["label"], collections.Counter())[answer["outcome"]] += 1
                 slowest[target] = max(slowest[target], (answer["seconds"], answer["number"]))
                 if "finding" in answer:
                     findings.append(
@@ -268,6 +273,11 @@ def fuzz(cases: dict[str, int], seed: int = 0) -> dict[str, Any]:
                 "outcomes": dict(counts[target].most_common()),
                 "seconds": round(seconds[target], 1),
                 "slowest_case": {"seconds": round(slowest[target][0], 3), "number": slowest[target][1]},
+                **(
+                    {"tried": {name: dict(each) for name, each in sorted(tried[target].items())}}
+                    if tried[target]
+                    else {}
+                ),
             }
             for target in cases
         },
@@ -278,9 +288,10 @@ def table(result: dict[str, Any]) -> str:
     lines = [f"{'target':14}{'cases':>7}{'read':>7}{'refused':>9}{'findings':>10}{'seconds':>9}  errors"]
     for name, target in result["targets"].items():
         outcomes = target["outcomes"]
-        errors = {key: value for key, value in outcomes.items() if key not in ("read", "finding")}
+        read = sum(value for key, value in outcomes.items() if key.endswith("read"))
+        errors = {key: value for key, value in outcomes.items() if not key.endswith(("read", "finding"))}
         words = ", ".join(f"{key} {value}" for key, value in errors.items())
-        read, findings = outcomes.get("read", 0), outcomes.get("finding", 0)
+        findings = outcomes.get("finding", 0)
         numbers = f"{target['cases']:7}{read:7}{sum(errors.values()):9}{findings:10}{target['seconds']:9.0f}"
         lines.append(f"{name:14}{numbers}  {words[:90]}")
     return "\n".join(lines)

@@ -13,6 +13,7 @@ NAMES = {
     "checkpoint": "checkpoints.CheckpointTarget",
     "overrides": "overrides.OverrideTarget",
     "observations": "observations.ObservationTarget",
+    "hostile": "hostile.HostileTarget",
 }
 
 

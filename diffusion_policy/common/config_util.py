@@ -16,6 +16,7 @@ from hydra.core.plugins import Plugins
 from hydra.errors import InstantiationException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from diffusion_policy.common.errors import ConfigError, UserError
 
@@ -45,6 +46,7 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
+MAX_EXPRESSION = 1000  # characters; parsing and products of long numbers stay cheap
 _NAMES = {"None": None, "null": None, "True": True, "true": True, "False": False, "false": False}
 
 
@@ -56,6 +58,8 @@ def evaluate(expression: Any) -> Any:
     """
     if not isinstance(expression, str):
         return expression
+    if len(expression) > MAX_EXPRESSION:
+        raise ConfigError(f"${{eval: {expression[:50]} ...}} has more than {MAX_EXPRESSION} characters")
 
     def visit(node: ast.AST) -> Any:
         match node:
@@ -88,7 +92,9 @@ def evaluate(expression: Any) -> Any:
 
     try:
         return visit(ast.parse(expression.strip(), mode="eval"))
-    except (SyntaxError, TypeError, ZeroDivisionError, RecursionError) as error:
+    except ConfigError:
+        raise
+    except (SyntaxError, ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as error:
         raise ConfigError(f"${{eval: {expression}}} cannot be computed: {error}") from error
 
 
@@ -238,7 +244,7 @@ def build(cfg: DictConfig, name: str, **arguments: Any) -> Any:
         raise ConfigError(f"{name} has no _target_, the class to build it from")
     try:
         return hydra.utils.instantiate(described, **arguments)
-    except InstantiationException as error:
+    except (InstantiationException, OmegaConfBaseException, TypeError, ValueError) as error:
         cause: BaseException = error
         while isinstance(cause, InstantiationException) and cause.__cause__ is not None:
             cause = cause.__cause__

@@ -9,11 +9,18 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from diffusion_policy.common.config_util import build, resolve_device
 from diffusion_policy.common.errors import CheckpointError
+from diffusion_policy.common.memory import readable_bytes
+from diffusion_policy.policy.base_lowdim_policy import BaseLowdimPolicy
 from diffusion_policy.policy.training_hooks import provide_hooks
 from diffusion_policy.storage import checkpoint_io, weights_io
+
+#: What building a policy may allocate beside a few times its weights.
+SPARE_BYTES = 1 << 30
 
 
 def load_policy(
@@ -39,15 +46,69 @@ def load_policy(
 def policy_of(payload: dict[str, Any], device: torch.device | str = "cpu") -> Any:
     """Return the policy of a loaded checkpoint, as `load_policy` does."""
     weights = payload["state_dicts"][weights_io.acting_weights(payload)]
-    policy = build(OmegaConf.create(payload["cfg"]), "policy")
+    with bounded_memory(weights):
+        policy = build(OmegaConf.create(payload["cfg"]), "policy")
     if not (isinstance(policy, torch.nn.Module) and hasattr(policy, "predict_action")):
         raise CheckpointError(f"the checkpoint holds a {type(policy).__name__}, which is not a policy")
     provide_hooks(policy)
     try:
         policy.load_state_dict(weights)
-    except RuntimeError as error:
-        raise CheckpointError(f"the checkpoint's weights do not fit its configuration: {str(error)[:600]}") from error
+    except (RuntimeError, TypeError, AttributeError, KeyError, ValueError) as error:
+        text = " ".join(str(error).split())[:600]
+        raise CheckpointError(f"the checkpoint's weights do not fit its configuration: {text}") from error
+    check_normalizer(policy)
     return policy.to(device).eval()
+
+
+class _Allocations(TorchDispatchMode):
+    """Raises as soon as the tensors that are made take more than `limit` bytes."""
+
+    def __init__(self, limit: int):
+        super().__init__()
+        self.limit, self.used = limit, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {id(value) for value in tree_leaves((args, kwargs))}
+        made = [value for value in tree_leaves(out) if isinstance(value, torch.Tensor) and id(value) not in given]
+        self.used += sum(value.untyped_storage().nbytes() for value in made if value._base is None)
+        if self.used > self.limit:
+            raise CheckpointError(
+                f"the checkpoint's config describes a policy of more than {readable_bytes(self.limit)}, far more than "
+                "its weights: it is damaged or malicious"
+            )
+        return out
+
+
+def bounded_memory(weights: dict[str, Any]) -> _Allocations:
+    """Limit what building a policy may allocate to a few times the weights in its file.
+
+    Sizes in a config multiply: each can be plausible and the network still larger than the memory.
+    """
+    size = sum(value.nbytes for value in weights.values() if isinstance(value, torch.Tensor))
+    return _Allocations(int(SPARE_BYTES + 10 * size))
+
+
+def check_normalizer(policy: Any) -> None:
+    """Raise unless the loaded normaliser fits the policy; it takes any shape that a state dict has."""
+    fields = getattr(getattr(policy, "normalizer", None), "params_dict", {})
+    widths = {"action": getattr(policy, "action_dim", None)}
+    if isinstance(policy, BaseLowdimPolicy):
+        widths["obs"] = getattr(policy, "obs_dim", None)
+    for name, field in fields.items():
+        try:
+            scale, offset = field["scale"], field["offset"]
+            shapes = {tuple(value.shape) for value in (scale, offset, *field["input_stats"].values())}
+            finite = bool(torch.isfinite(torch.cat([scale, offset])).all()) and (name != "action" or bool(scale.all()))
+        except (KeyError, TypeError, AttributeError, RuntimeError):
+            shapes, finite = set(), False
+        width = widths.get(name)
+        allowed = {(len(scale),)} if finite and width is None else {(1,), (width,)}
+        if not finite or len(shapes) != 1 or not shapes <= allowed:
+            raise CheckpointError(
+                f"the checkpoint's normaliser for {name!r} does not fit: scale, offset and input_stats must be vectors "
+                f"of one length{'' if width is None else f', {width}'}, with finite numbers and no scale of zero"
+            )
 
 
 # ---------------------------------------------------------------------- run folders

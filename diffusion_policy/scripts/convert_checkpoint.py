@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-import sys
 
+from diffusion_policy.common.command_line import reporting, shell_command
 from diffusion_policy.common.config_util import register_resolvers
-from diffusion_policy.common.errors import CheckpointError, ConfigError, UserError
+from diffusion_policy.common.errors import CheckpointError, ConfigError
 from diffusion_policy.policy.loading import find_checkpoint, policy_of
 from diffusion_policy.storage import checkpoint_io, weights_io
 from diffusion_policy.storage.safe_config import checked_config
@@ -48,8 +48,8 @@ def convert(
         raise ConfigError(f"{output} exists already: choose another name, or pass --overwrite")
     checkpoint = find_checkpoint(checkpoint)
     payload = checkpoint_io.load(checkpoint, trust=trust, check_config=False)
+    cfg = payload["cfg"] if trust else checked_config(payload["cfg"], str(checkpoint), ("policy",))
     if output.suffix != ".ckpt":
-        cfg = payload["cfg"] if trust else checked_config(payload["cfg"], str(checkpoint), ("policy",))
         policy_of({**payload, "cfg": cfg})  # what is exported must load
         return weights_io.write(payload, output)
     safe = {name: payload[name] for name in ("cfg", "state_dicts")}
@@ -70,13 +70,11 @@ def convert(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parser().parse_args(arguments)
-    register_resolvers()
-    try:
+    with reporting():
+        options = parser().parse_args(arguments)
+        register_resolvers()
         written = convert(options.checkpoint, options.output, options.trust_checkpoint, options.overwrite)
-    except UserError as error:
-        sys.exit(f"error: {error}")
-    print(f"written {written}\nnext    python eval.py --checkpoint {written}")
+    print(f"written {written}\nnext    {shell_command('python', 'eval.py', '--checkpoint', written)}")
 
 
 if __name__ == "__main__":

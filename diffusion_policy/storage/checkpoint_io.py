@@ -24,10 +24,14 @@ import torch
 from omegaconf import OmegaConf
 
 from diffusion_policy.common.errors import CheckpointError
+from diffusion_policy.common.memory import available_bytes, readable_bytes
 from diffusion_policy.storage.atomic import write_atomically
+from diffusion_policy.storage.plain_config import plain_config, plain_data
 from diffusion_policy.storage.safe_config import PLUGINS, checked_config
 
 FORMAT = 1
+#: States that are a policy's weights.
+WEIGHTS = ("model", "ema_model")
 #: Packages whose version can change a number.
 PACKAGES = (
     "torch",
@@ -80,10 +84,10 @@ def load(
 ) -> dict[str, Any]:
     """The payload of a checkpoint, on the CPU, with `cfg` as plain dicts.
 
-    Unless `trust`, no code from the file runs, and its config may name only classes of allowed packages (see
-    safe_config). A caller that builds only some sections of the config names them: the classes of the others are then
-    neither imported nor needed, and not in the payload. A caller that builds nothing from the config, such as a resumed
-    run, can set check_config=False.
+    Unless `trust`, no code from the file runs, and its config is plain data that may name only classes of allowed
+    packages (see plain_config and safe_config). A caller that builds only some sections of the config names them: the
+    classes of the others are then neither imported nor needed, and not in the payload. A caller that builds nothing
+    from the config, such as a resumed run, can set check_config=False.
 
     Raises:
         CheckpointError: the file is missing, damaged, of a newer format, or not trusted.
@@ -94,12 +98,14 @@ def load(
 
         payload = weights_io.read(path)
     elif path.is_file():
+        require_memory(path)
         payload = _read(path, trust)
     else:
         raise CheckpointError(f"there is no checkpoint at {path}")
     _check_payload(payload, path)
-    if check_config and not trust:
-        payload["cfg"] = checked_config(payload["cfg"], str(path), sections)
+    if not trust:
+        cfg, where = payload["cfg"], str(path)
+        payload["cfg"] = checked_config(cfg, where, sections) if check_config else plain_config(cfg, where)
     return payload
 
 
@@ -154,10 +160,56 @@ def _check_payload(payload: Any, path: pathlib.Path) -> None:
     for name, state in payload["state_dicts"].items():
         if not isinstance(state, dict):
             raise CheckpointError(f"{path} is not a checkpoint: the state of {name} is a {type(state).__name__}")
+        _check_tensors(state, f"{path}: the state of {name}")
+        if name in WEIGHTS:
+            _check_weights(state, f"{path}: the state of {name}")
+    for name in ("global_step", "epoch"):
+        value = payload.get("attributes", {}).get(name)
+        if value is not None and not (isinstance(value, int) and 0 <= value < 2**63):
+            raise CheckpointError(f"{path} is not a checkpoint: its {name} is not a count")
+    dataset = payload.get("attributes", {}).get("dataset")  # it is shown and written to results
+    if dataset is not None and not isinstance(plain_data(dataset, f"{path}: its attribute dataset"), dict):
+        raise CheckpointError(f"{path} is not a checkpoint: its dataset is not a mapping")
     number = payload.get("format", FORMAT)
     if not isinstance(number, int) or number > FORMAT:
+        raise CheckpointError(f"{path} was written in a newer format than {FORMAT}; update this code to read it")
+
+
+def _check_weights(state: dict, where: str) -> None:
+    """Raise unless a policy's state is tensors with names; a module may also keep `_extra_state` of any kind."""
+    for key, value in state.items():
+        if not isinstance(key, str):
+            raise CheckpointError(f"{where} has a key that is a {type(key).__name__}, not a name")
+        if not isinstance(value, torch.Tensor) and not key.endswith("_extra_state"):
+            raise CheckpointError(f"{where} has a {type(value).__name__} at {key[:100]!r}, not a tensor")
+
+
+def _check_tensors(state: Any, where: str) -> None:
+    """Raise unless every tensor is an ordinary one whose values are all in the file.
+
+    A tensor can be a small piece of memory with a large shape (stride 0), sparse, or without values at all: it would be
+    read, and fail or fill the memory later.
+    """
+    nodes, seen = [state], set()
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, torch.Tensor):
+            ordinary = node.layout == torch.strided and node.device.type == "cpu"
+            odd = node.is_quantized or node.is_complex() or node.is_nested
+            if not ordinary or odd or node.numel() * node.element_size() > node.untyped_storage().nbytes():
+                raise CheckpointError(f"{where} holds a tensor of shape {tuple(node.shape)} without all its values")
+        elif isinstance(node, (dict, list, tuple)) and id(node) not in seen:  # a pickle can share or nest itself
+            seen.add(id(node))
+            nodes += node.values() if isinstance(node, dict) else node
+
+
+def require_memory(path: pathlib.Path) -> None:
+    """Raise unless a file can be read into memory; a sparse file may claim any size."""
+    size, free = path.stat().st_size, available_bytes()
+    if 2 * size > free:
         raise CheckpointError(
-            f"{path} was written in format {number}, by a newer version of this code; update to read it"
+            f"{path} has {readable_bytes(size)}, too much to read into the {readable_bytes(free)} of memory that are "
+            "free: it is damaged, or not a checkpoint of a policy"
         )
 
 

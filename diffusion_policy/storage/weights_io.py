@@ -13,12 +13,14 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
+import torch
 
 from diffusion_policy.common.errors import CheckpointError
 from diffusion_policy.storage import atomic, checkpoint_io
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
+MAX_CONFIG_BYTES = 4_000_000
 
 
 def acting_weights(payload: dict[str, Any]) -> str:
@@ -48,8 +50,12 @@ def write(payload: dict[str, Any], folder: str | os.PathLike) -> pathlib.Path:
     """Export the weights of a loaded checkpoint; returns the folder."""
     folder = pathlib.Path(folder)
     name = acting_weights(payload)
+    weights = payload["state_dicts"][name]
+    odd = [key for key, value in weights.items() if not isinstance(value, torch.Tensor)]
+    if odd:
+        raise CheckpointError(f"the checkpoint's {name} cannot be exported: {odd[0]!r} is not a tensor")
     # Clone each tensor: the format does not allow two names for one.
-    tensors = {key: value.clone().contiguous() for key, value in payload["state_dicts"][name].items()}
+    tensors = {key: value.clone().contiguous() for key, value in weights.items()}
     data = safetensors.torch.save(tensors)
     atomic.write_atomically(folder / WEIGHTS, lambda file: file.write(data))
     about = {
@@ -70,14 +76,18 @@ def read(folder: pathlib.Path) -> dict[str, Any]:
     for name in (WEIGHTS, CONFIG):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} is not a folder of exported weights: it has no {name}")
+    if (folder / CONFIG).stat().st_size > MAX_CONFIG_BYTES:
+        raise CheckpointError(f"{folder / CONFIG} is too large: it is not the config of exported weights")
+    checkpoint_io.require_memory(folder / WEIGHTS)
     try:
         about = json.loads((folder / CONFIG).read_bytes())
-        data = (folder / WEIGHTS).read_bytes()
-        if hashlib.sha256(data).hexdigest() != about["sha256"]:
+        with open(folder / WEIGHTS, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != about["sha256"]:
             raise CheckpointError(
                 f"{folder / WEIGHTS} has another checksum than {CONFIG} says: it is damaged or of another export"
             )
-        tensors = safetensors.torch.load(data)
+        tensors = safetensors.torch.load_file(folder / WEIGHTS)
         return {
             "format": about["format"],
             "cfg": about["cfg"],
@@ -85,7 +95,7 @@ def read(folder: pathlib.Path) -> dict[str, Any]:
             "attributes": about.get("attributes", {}),
             "versions": about.get("versions", {}),
         }
-    except (ValueError, KeyError, TypeError, RecursionError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, safetensors.SafetensorError) as error:
         raise CheckpointError(
             f"{folder} cannot be read, it is not a folder of exported weights: {type(error).__name__}: {error}"
         ) from error

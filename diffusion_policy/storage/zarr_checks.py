@@ -39,7 +39,8 @@ def place_of(node: Any) -> str:
 
 # ---------------------------------------------------------------------- files
 def check_folder(path: str) -> None:
-    """Check that the metadata of the groups and arrays at `path` are regular files of a sensible size."""
+    """Check that all files at `path` are in it, and that its metadata are regular files of a sensible size."""
+    _check_links(path)
     for group in (path, *(os.path.join(path, name) for name in ("data", "meta"))):
         folders = [group]
         if group != path and os.path.isdir(group):
@@ -50,6 +51,18 @@ def check_folder(path: str) -> None:
                 if not stat.S_ISREG(info.st_mode):
                     raise DataError(f"{file} is not a file.")
                 _check_metadata_size(file, info.st_size)
+
+
+def _check_links(path: str) -> None:
+    """Raise if a link leads out of the folder: it would be read, or written, elsewhere. `path` itself may be a link."""
+    root = os.path.realpath(path)
+    for folder, folders, files in os.walk(root):
+        for entry in (os.path.join(folder, name) for name in (*folders, *files)):
+            if os.path.islink(entry) and os.path.commonpath([root, os.path.realpath(entry)]) != root:
+                raise DataError(
+                    f"{entry} is a link out of the dataset, and such links are not followed. Copy the dataset with its "
+                    "targets: cp -rL"
+                )
 
 
 def check_zip(path: str) -> None:

@@ -6,11 +6,13 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from diffusion_policy.common.config_util import get_class, register_resolvers
 from diffusion_policy.common.errors import CheckpointError
+from diffusion_policy.policy.loading import check_normalizer
 from diffusion_policy.storage import checkpoint_io
 
 register_resolvers()
@@ -93,13 +95,25 @@ class BaseWorkspace:
             if name in exclude or target is None:
                 continue
             try:
+                misfit = difference(state, target.state_dict())
+                if misfit:
+                    raise ValueError(misfit)
                 target.load_state_dict(state, **kwargs)
+                if isinstance(target, torch.optim.Optimizer):
+                    check_optimizer(target)
+                elif isinstance(target, torch.nn.Module):
+                    check_normalizer(target)
+            except CheckpointError:
+                raise
             except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
                 raise CheckpointError(
                     f"the checkpoint's {name} does not fit this configuration (another architecture or size?): "
                     f"{shorten(str(error))}"
                 ) from error
         for name in include:
+            misfit = difference(attributes[name], self.__dict__.get(name))
+            if misfit:
+                raise CheckpointError(f"the checkpoint's {name} is damaged: {misfit}")
             self.__dict__[name] = attributes[name]
 
     def load_checkpoint(
@@ -135,5 +149,39 @@ class BaseWorkspace:
         return instance
 
 
+def difference(new: Any, old: Any, place: str = "") -> str | None:
+    """How a state differs in kind from the one it replaces; None if it does not.
+
+    Most objects take over any state, and fail in the middle of training if it holds a text for a number or a tensor of
+    another shape. Keys that only one of them has are left to the object: versions of torch differ in them.
+    """
+    number, at = (int, float), f"{place} " if place else ""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return next(filter(None, (difference(new[key], old[key], str(key)) for key in old.keys() & new.keys())), None)
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        if old.numel() and old.shape != new.shape:
+            return f"{at}has shape {tuple(new.shape)}, expected {tuple(old.shape)}"
+        return None
+    if isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)):
+        return next(filter(None, (difference(a, b, place) for a, b in zip(new, old, strict=False))), None)
+    alike = isinstance(new, type(old)) or (isinstance(new, number) and isinstance(old, number))
+    unset = new is None and (isinstance(old, bool) or not isinstance(old, number))
+    if old is None or alike or unset:
+        return None
+    return f"{at}is a {type(new).__name__}, expected a {type(old).__name__}"
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if a loaded state does not have the shape of its parameter."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if not isinstance(value, (int, float, torch.Tensor, type(None))):
+                raise ValueError(f"{name} is a {type(value).__name__}")
+            if isinstance(value, torch.Tensor) and value.ndim and value.shape != parameter.shape:
+                raise ValueError(f"{name} has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")
+
+
 def shorten(text: str, limit: int = 600) -> str:
+    """Return `text` as one line of limited length."""
+    text = " ".join(text.split())
     return text if len(text) <= limit else f"{text[:limit]} ..."

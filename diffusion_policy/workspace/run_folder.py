@@ -19,6 +19,7 @@ from diffusion_policy.common.plot_util import plot_learning_curve
 from diffusion_policy.dataset.identity import check_same
 from diffusion_policy.gym_util.rollout_video import write_grid
 from diffusion_policy.storage import atomic, checkpoint_io
+from diffusion_policy.workspace.base_workspace import PREVIOUS
 from diffusion_policy.workspace.changes import check_changes
 from diffusion_policy.workspace.console import say
 
@@ -62,7 +63,7 @@ def locked(folder: pathlib.Path, doing: str = "training") -> Iterator[None]:
 
 # ---------------------------------------------------------------------- resuming
 def find_checkpoints(latest: pathlib.Path, settings: DictConfig, resume: bool) -> list[pathlib.Path]:
-    """Checkpoints of an earlier run, `latest` first and then by age. Removes files that a killed run left half-written.
+    """Checkpoints of an earlier run: `latest`, the one before it, others. Removes files that a killed run left behind.
 
     settings: the section `checkpoint` of the config.
     """
@@ -74,7 +75,9 @@ def find_checkpoints(latest: pathlib.Path, settings: DictConfig, resume: bool) -
         )
     for folder in (latest.parent, latest.parent.parent):
         atomic.remove_leftovers(folder)
-    found = sorted(latest.parent.glob("*.ckpt"), key=lambda path: (path == latest, path.stat().st_mtime), reverse=True)
+    first = (latest.name, PREVIOUS)
+    names = sorted(path.name for path in latest.parent.glob("*.ckpt") if path.name not in first)
+    found = [path for name in (*first, *names) if (path := latest.with_name(name)).is_file()]
     if found and not resume:
         raise ConfigError(
             f"{latest.parent.parent} already holds a run: set training.resume=true to continue it, or choose another "
@@ -84,24 +87,40 @@ def find_checkpoints(latest: pathlib.Path, settings: DictConfig, resume: bool) -
 
 
 def load_first_readable(checkpoints: list[pathlib.Path]) -> tuple[pathlib.Path, dict[str, Any]]:
-    """The first checkpoint that can be read, and its payload. Damaged ones are renamed to *.damaged."""
+    """The checkpoint to continue from, and its payload: the latest, the previous, or the best with the most steps.
+
+    Damaged ones are renamed to *.damaged. File dates do not count: a copied run folder has new ones.
+    """
+    furthest: tuple[pathlib.Path, dict[str, Any]] | None = None
     for path in checkpoints:
         try:
-            return path, checkpoint_io.load(path, check_config=False)
+            payload = checkpoint_io.load(path, check_config=False)
         except CheckpointError as error:
             log.warning("%s. Trying an earlier checkpoint; this one is kept as %s.damaged", error, path.name)
             os.replace(path, path.with_name(f"{path.name}.damaged"))
+            continue
+        if path.name in ("latest.ckpt", PREVIOUS):
+            return path, payload
+        if furthest is None or steps(payload) > steps(furthest[1]):
+            furthest = path, payload
+    if furthest is not None:
+        return furthest
     raise CheckpointError(
         f"none of the checkpoints in {checkpoints[0].parent} can be read; they are kept there as *.damaged. To train "
         "from the beginning, choose another hydra.run.dir"
     )
 
 
+def steps(payload: dict[str, Any]) -> int:
+    """How far the run of a checkpoint had come."""
+    return payload.get("attributes", {}).get("global_step") or 0
+
+
 def resume(run: TrainWorkspace, checkpoints: list[pathlib.Path]) -> None:
     """Continue from the first checkpoint that can be read."""
     path, payload = load_first_readable(checkpoints)
     check_same(payload.get("attributes", {}).get("dataset"), run.dataset)
-    finished = payload.get("attributes", {}).get("global_step", 0) >= run.total_steps
+    finished = steps(payload) >= run.total_steps
     check_changes(payload["cfg"], OmegaConf.to_container(run.cfg, resolve=True), finished, run.folder)
     run.load_payload(payload)
     if path != run.get_checkpoint_path():

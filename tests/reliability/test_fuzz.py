@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from benchmarks import fuzz
 from benchmarks.fuzz_targets import load, mutate
 
-CASES = {"zarr": 120, "hdf5": 120, "checkpoint": 60, "observations": 120, "overrides": 12}
+CASES = {"zarr": 120, "hdf5": 120, "checkpoint": 60, "observations": 120, "overrides": 12, "hostile": 60}
 
 
 def test_no_findings():
@@ -21,7 +21,7 @@ def test_no_findings():
         outcomes = result["targets"][target]["outcomes"]
         assert sum(outcomes.values()) == count and len(outcomes) > 1
         # Neither all read nor all refused. Of a dozen overrides, all may be wrong.
-        assert outcomes.get("read", 0) > 0 or target == "overrides"
+        assert any(outcome.endswith("read") for outcome in outcomes) or target == "overrides"
     assert "zarr" in fuzz.table(result)
 
 

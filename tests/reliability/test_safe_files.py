@@ -170,7 +170,7 @@ def test_a_teacher_is_a_file_from_a_stranger_too(checkpoint, tmp_path):
 
 
 def test_own_packages_can_be_allowed(tmp_path, monkeypatch):
-    (tmp_path / "my_robot_policies.py").write_text("class Mine:\n    pass\n")
+    (tmp_path / "my_robot_policies.py").write_text("import torch\nclass Mine(torch.nn.Module):\n    pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     cfg = {"policy": {"_target_": "my_robot_policies.Mine"}}
     with pytest.raises(CheckpointError, match=VARIABLE):
@@ -271,7 +271,7 @@ def test_exported_weights_act_the_same(checkpoint, tmp_path):
     done = subprocess.run(
         [sys.executable, "eval.py", "-c", str(folder), "-n", "1"], cwd=ROOT, capture_output=True, text=True
     )
-    assert done.returncode == 0 and (folder / "eval_weights/eval_log.json").is_file(), done.stderr
+    assert done.returncode == 0 and (folder / "eval_weights_n1/eval_log.json").is_file(), done.stderr
 
 
 def test_damaged_exports_are_refused(checkpoint, tmp_path):
@@ -374,4 +374,4 @@ def test_the_convert_command(checkpoint, tmp_path):
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 1 and "no checkpoint at" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "no checkpoint at" in done.stderr and "Traceback" not in done.stderr
