@@ -8,6 +8,7 @@
 # make bench      speed and memory, as ratios within one run; writes results/bench.json
 # make fuzz       bad input for every reader, 10,000 cases; writes results/reliability/fuzz.json
 # make faults     runs that are killed, damaged and left without space; writes results/reliability/faults.json
+# make mistakes   what newcomers do wrong, and the answers; writes results/reliability/mistakes.json
 # make soak       memory, handles and processes over a long run; writes results/reliability/soak.json
 PYTHON ?= python3
 VENV := .venv
@@ -24,7 +25,7 @@ RENDERER := { [ "$$(id -u)" = 0 ] && $(APT) >/dev/null 2>&1 || { apt-get update 
 # spin, so the other targets leave that setting alone.
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
-.PHONY: setup train test test-fast lint format docs bench fuzz faults soak clean
+.PHONY: setup train test test-fast lint format docs bench fuzz faults mistakes soak clean
 setup: $(VENV)/.installed
 
 # torch first and alone: a pinned version keeps pip from choosing another build for the packages after it.
@@ -79,7 +80,7 @@ bench: setup
 	$(PY) $(PIP) --no-deps gym-pusht==0.1.8
 	$(PY) -m benchmarks --output results/bench.json $(ARGS)
 
-fuzz faults soak: setup
+fuzz faults mistakes soak: setup
 	OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 $(PY) -m benchmarks.$@ --output results/reliability/$@.json $(ARGS)
 
 clean:

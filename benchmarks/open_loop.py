@@ -15,6 +15,7 @@ import torch
 from omegaconf import OmegaConf
 
 from diffusion_policy.common.config_util import build, register_resolvers
+from diffusion_policy.dataset.identity import dataset_identity
 from diffusion_policy.policy.loading import policy_of
 from diffusion_policy.storage import atomic, checkpoint_io
 
@@ -50,6 +51,7 @@ def main() -> None:
         "config": cfg.name,
         "steps": payload["attributes"]["global_step"],
         "seed": cfg.training.seed,
+        "dataset": dataset_identity(dataset, cfg.task.dataset),
         "windows": {"training": len(dataset), "held out": len(held_out)},
         "explained": {"training": explained(policy, dataset), "held out": explained(policy, held_out)},
         "versions": checkpoint_io.versions(),

@@ -1,13 +1,20 @@
 """Where PushT's demonstrations come from: the human ones if they can be had, else the rollouts in the repository."""
 
+import contextlib
 import http.client
 import logging
 import os
 import pathlib
 import urllib.error
+from collections.abc import Iterator
 
 from diffusion_policy.common.config_util import project_path
 from diffusion_policy.common.errors import DataError, DataNotFoundError
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
 
 log = logging.getLogger(__name__)
 
@@ -73,10 +80,21 @@ def _download(folder: pathlib.Path) -> str | None:
         return str(error.reason)
     log.info("downloading PushT's human demonstrations from %s to %s", source.url, folder)
     try:
-        download.install(source, source.url, folder, "pusht", source.sha256, force=False)
+        with _one_at_a_time(folder):  # the second of two runs finds them complete
+            download.install(source, source.url, folder, "pusht", source.sha256, force=False)
     except (urllib.error.URLError, TimeoutError, ConnectionError, http.client.HTTPException) as error:
         raise DataError(
             f"The download of {source.url} stopped ({getattr(error, 'reason', error)}). What has arrived is kept: the "
             "same command resumes."
         ) from error
     return None
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: pathlib.Path) -> Iterator[None]:
+    """Wait until no other process downloads into `folder`: runs with several seeds often start at once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".pusht.lock", "a") as file:
+        if fcntl is not None:
+            fcntl.lockf(file, fcntl.LOCK_EX)  # released by the system however the process ends
+        yield

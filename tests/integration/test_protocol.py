@@ -14,7 +14,7 @@ from diffusion_policy.dataset.identity import dataset_identity
 from diffusion_policy.dataset.pusht_dataset import PushTLowdimDataset, PushTStateDataset
 from diffusion_policy.scripts import download
 from diffusion_policy.scripts import eval as eval_script
-from diffusion_policy.storage import checkpoint_io
+from diffusion_policy.storage import checkpoint_io, weights_io
 from tests.util import ROOT, load_config, train_here, write_pusht
 
 PAGE = (ROOT / "docs/protocol.md").read_text()
@@ -130,7 +130,10 @@ def test_a_run_without_the_human_demonstrations_says_so_everywhere(offline, caps
     out = capsys.readouterr().out
     assert warning in out and summary["dataset"]["sha256"] in out
     assert json.loads((offline / "run/summary.json").read_text())["dataset"] == summary["dataset"]
-    assert checkpoint_io.load(summary["checkpoint"])["attributes"]["dataset"] == summary["dataset"]
+    payload = checkpoint_io.load(summary["checkpoint"])
+    assert payload["attributes"]["dataset"] == summary["dataset"]
+    exported = checkpoint_io.load(weights_io.write(payload, offline / "export"))
+    assert exported["attributes"]["dataset"] == summary["dataset"]
 
 
 def test_protocol_and_held_out_starts_are_reported_beside_each_other(offline):

@@ -1,9 +1,13 @@
 """Where PushT's demonstrations come from, and the identity that results carry."""
 
+import functools
 import http.server
 import io
+import multiprocessing
 import socket
+import sys
 import threading
+import time
 import zipfile
 
 import numpy as np
@@ -90,6 +94,33 @@ def test_they_are_downloaded_and_checked(project, monkeypatch):
     assert dataset.source == pusht_source.HUMAN and dataset.source_warning is None
     assert not (project / "data/pusht.zip.part").exists()
     assert PushTStateDataset("auto", horizon=4).source == pusht_source.HUMAN  # without the server
+
+
+def test_runs_that_start_at_once_download_once(project, monkeypatch):
+    """A lock between processes: the second one waits, and then finds the data complete."""
+    server = serve(monkeypatch, project, archive(project / "made/pusht.zarr"))
+    source, start = download.SOURCES["pusht"], multiprocessing.get_context("fork")
+    monkeypatch.setattr(download, "fetch", functools.partial(slowly, download.fetch))
+    runs = [start.Process(target=find_or_fail) for _ in range(2)]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join()
+    server.shutdown()
+    assert [run.exitcode for run in runs] == [0, 0]
+    assert (project / "fetched").read_text() == "x"
+    download.verify(project / pusht_source.HUMAN, source)
+
+
+def slowly(fetch, *arguments):
+    with open("fetched", "a") as file:
+        file.write("x")
+    time.sleep(0.3)
+    return fetch(*arguments)
+
+
+def find_or_fail():
+    sys.exit(pusht_source.find_pusht("auto") != (pusht_source.HUMAN, None))
 
 
 def test_a_wrong_download_is_an_error_and_not_a_reason_for_other_data(project, monkeypatch):
