@@ -228,6 +228,29 @@ def test_probe_can_be_left_isotropic():
     assert values[0] > values[1]
 
 
+def test_in_place_of_an_in_painting_unet_the_observation_is_a_condition(caplog):
+    model = ConditionalUnet1D(
+        D + DO, diffusion_step_embed_dim=16, down_dims=[16, 32], kernel_size=5, n_groups=4, cond_predict_scale=True
+    )
+    with caplog.at_level("INFO"):
+        policy = IDPPolicy(**SIZES, model=model, obs_as_local_cond=False, obs_as_global_cond=False)
+    assert [record.message for record in caplog.records] == [
+        "IDPPolicy does not in-paint: its UNet is built again with the observation as a condition (obs_as_global_cond)"
+    ]
+    expected = ConditionalUnet1D(
+        D, None, TO * DO, diffusion_step_embed_dim=16, down_dims=[16, 32], kernel_size=5, n_groups=4,
+        cond_predict_scale=True,
+    )  # fmt: skip
+    assert {key: value.shape for key, value in policy.model.state_dict().items()} == {
+        key: value.shape for key, value in expected.state_dict().items()
+    }
+    norms = [[m.num_groups for m in net.modules() if isinstance(m, nn.GroupNorm)] for net in (policy.model, expected)]
+    assert norms[0] == norms[1]
+    policy.set_normalizer(unit_normalizer(DO, D))
+    policy.compute_loss(batch(4)).backward()
+    assert policy.predict_action({"obs": torch.zeros(2, TO, DO)})["action"].shape == (2, TA, D)
+
+
 def test_lambda_schedule_grows_to_the_paper_s_value():
     policy = make(lambda_schedule="ramp", ramp_from=0.4, ramp_until=0.8)
     seen = []

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -93,6 +94,38 @@ def test_resnet_sizes_and_names():
     assert "layer1.0.downsample.0.weight" not in names and len(names) == 120
 
 
+def test_weights_by_name_come_from_torchvision(monkeypatch):
+    """torchvision itself is not a requirement; this stands for it. The layout of its networks is in tests/golden."""
+    from diffusion_policy.model.vision.resnet import ResNet
+
+    source = ResNet((2, 2, 2, 2))
+
+    def get_model(name, weights):
+        assert (name, weights) == ("resnet18", "IMAGENET1K_V1")
+        return source
+
+    monkeypatch.setitem(
+        sys.modules, "torchvision", types.SimpleNamespace(models=types.SimpleNamespace(get_model=get_model))
+    )
+    loaded = get_resnet("resnet18", weights="IMAGENET1K_V1")
+    assert all(torch.equal(value, source.state_dict()[name]) for name, value in loaded.state_dict().items())
+    monkeypatch.setitem(sys.modules, "torchvision", None)  # as if it were not installed
+    with pytest.raises(ConfigError, match="pip install torchvision, or, .* write a file with python -c") as error:
+        get_resnet("resnet18", weights="IMAGENET1K_V1")
+    assert "weights=resnet18.pt" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_frozen_encoder_keeps_its_batch_statistics():
+    encoder = MultiImageObsEncoder(meta(), get_resnet("resnet18", width=4), crop_shape=(16, 16), share_rgb_model=True)
+    before = encoder.key_model_map["rgb"].bn1.running_mean.clone()
+    encoder.requires_grad_(False)
+    encoder.train()(frames(meta(), 3))
+    assert torch.equal(encoder.key_model_map["rgb"].bn1.running_mean, before) and encoder.key_transform_map.training
+    encoder.requires_grad_(True)
+    encoder.train()(frames(meta(), 3))
+    assert not torch.equal(encoder.key_model_map["rgb"].bn1.running_mean, before)
+
+
 def test_weights_come_from_a_file(tmp_path):
     from diffusion_policy.model.vision.resnet import ResNet
 
@@ -102,8 +135,7 @@ def test_weights_come_from_a_file(tmp_path):
     assert all(torch.equal(value, source.state_dict()[name]) for name, value in loaded.state_dict().items())
     (tmp_path / "bad.pt").write_bytes(b"no weights")
     for weights, words in (
-        ("IMAGENET1K_V1", "not downloaded"),
-        ("r3m", "is not a file"),
+        ("no/such/file.pt", "is not a file"),
         (str(tmp_path / "bad.pt"), "not a state dict"),
     ):
         with pytest.raises(ConfigError, match=words):

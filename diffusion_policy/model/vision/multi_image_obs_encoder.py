@@ -97,6 +97,13 @@ class MultiImageObsEncoder(ModuleAttrMixin):
                 shape, _of(resize_shape, key), _of(crop_shape, key), random_crop, imagenet_norm
             )
 
+    def train(self, mode: bool = True) -> "MultiImageObsEncoder":
+        """Set the mode, but keep frozen networks in evaluation mode, so that their batch statistics do not change."""
+        super().train(mode)
+        if not any(parameter.requires_grad for parameter in self.key_model_map.parameters()):
+            self.key_model_map.eval()
+        return self
+
     def forward(self, obs_dict: Mapping[str, torch.Tensor]) -> torch.Tensor:
         for key, shape in self.key_shape_map.items():
             if obs_dict[key].shape[1:] != shape:
