@@ -19,7 +19,8 @@ def dataset_identity(dataset: Any, section: Mapping[str, Any]) -> dict[str, Any]
     a WindowedDataset it covers the actions, or is None if that does not provide them. The warning is the one that
     loading the data gave.
     """
-    path = getattr(dataset, "source", None) or section.get("zarr_path") or section.get("dataset_path")
+    given = (section.get(key) for key in ("zarr_path", "dataset_path", "dataset_dir"))
+    path = getattr(dataset, "source", None) or next((path for path in given if path), None)
     name = os.path.basename(os.path.normpath(path)) if path else type(dataset).__name__
     return {"name": name, "sha256": _checksum(dataset), "warning": getattr(dataset, "source_warning", None)}
 

@@ -185,6 +185,7 @@ def test_identity_of_a_user_s_own_dataset():
 
     identity = dataset_identity(Own(), {"dataset_path": "data/mine/"})
     assert identity["name"] == "mine" and len(identity["sha256"]) == 64
+    assert dataset_identity(Own(), {"dataset_dir": "data/kitchen"})["name"] == "kitchen"
     assert dataset_identity(torch.utils.data.Dataset(), {}) == {"name": "Dataset", "sha256": None, "warning": None}
 
 
