@@ -33,7 +33,15 @@ from tqdm import tqdm
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 #: Default number of cases per target; slow targets have fewer.
-CASES = {"zarr": 4500, "hdf5": 3000, "checkpoint": 1800, "overrides": 600, "observations": 1800, "hostile": 790}
+CASES = {
+    "zarr": 4500,
+    "hdf5": 3000,
+    "checkpoint": 1800,
+    "overrides": 600,
+    "observations": 1800,
+    "hostile": 790,
+    "downloads": 240,
+}
 CPU_SECONDS = 20.0  # for one case; the slowest take one or two
 WALL_SECONDS = 300.0  # for one case that waits, for instance for a pipe; long enough for a busy machine
 START_SECONDS = 1200.0  # for imports and for making the valid inputs

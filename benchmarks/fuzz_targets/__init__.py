@@ -14,6 +14,7 @@ NAMES = {
     "overrides": "overrides.OverrideTarget",
     "observations": "observations.ObservationTarget",
     "hostile": "hostile.HostileTarget",
+    "downloads": "downloads.DownloadTarget",
 }
 
 

@@ -29,6 +29,7 @@ from tqdm import tqdm
 from diffusion_policy.common.errors import DataError, UserError
 from diffusion_policy.common.replay_buffer import ReplayBuffer
 from diffusion_policy.dataset.pusht_source import DATA_URL, HUMAN
+from diffusion_policy.storage import zarr_io
 from diffusion_policy.storage.atomic import write_atomically
 from diffusion_policy.storage.hdf5_reader import read_demos
 
@@ -48,6 +49,7 @@ class Source:
     steps: int
     keys: tuple[str, ...]
     content_sha256: str  # over the raw bytes of these arrays, in this order, then of episode_ends
+    images: tuple[str, str] | None = None  # name of the array of images, and sha256 of its raw bytes
 
 
 SOURCES = {
@@ -59,6 +61,7 @@ SOURCES = {
         steps=25650,
         keys=("action", "state", "keypoint"),
         content_sha256="659cf896bbeaa9ae5d3e565da48eebb4e81292d5230baf967318b605b076196c",
+        images=("img", "3f7650895d1a500d7162b10475df689731f4fece2b15eaf7d913a560c2a0783d"),
     ),
 }
 
@@ -66,6 +69,15 @@ TASKS = ("lift", "can", "square", "transport", "tool_hang")
 KINDS = ("ph", "mh")
 OBS = ("low_dim", "low_dim_abs", "image", "image_abs")
 HUB = "https://huggingface.co/datasets"
+#: sha256 of v1.5/<task>/ph/low_dim_v15.hdf5 in robomimic's own data, revision 74fa018461f479cd9fd15b924a16103012096203.
+#: The publishers name no checksums of their other files; for those the one that the server names is compared.
+ROBOMIMIC_PH_SHA256 = {
+    "lift": "2067777cb8b532e9263dd09fd6448c41cc31224bb27be4a3b734010ae13eb540",
+    "can": "3f2eb92e0a5025d0095e866ac16cc8092d6a762abe27dec90dbaff9027282962",
+    "square": "45d8cabb6d57a4c03e839aa5e4b3e58fb60fe8bd20e1951fec563a2abfd14951",
+    "transport": "260515618f4c8b660e54171497ecceb08c7c6463691a9ce862b158bcacd950b4",
+    "tool_hang": "c5cb01b119a109a3d4842ca515906e86f1f35a8ee1a333d22b3503c1a513a8f4",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         other_way = f"unpack it into {args.output}"
     try:
         if args.dataset == "robomimic":
-            install_file(url, place, args.sha256, args.force)
+            pinned = ROBOMIMIC_PH_SHA256[args.task] if (args.source, args.kind) == ("robomimic", "ph") else None
+            install_file(url, place, args.sha256 or pinned, args.force)
         else:
             install(source, url, args.output, args.dataset, args.sha256 or source.sha256, args.force)
     except urllib.error.HTTPError as error:
@@ -166,7 +179,7 @@ def install_file(url: str, target: Path, sha256: str | None, force: bool) -> Non
         part.unlink()  # resuming a file with wrong content would never make it right
         raise
     if sha256 or published:
-        print(f"The checksum is the one {'given with --sha256' if sha256 else 'published by the server'}.")
+        print(f"The checksum is {'the expected one' if sha256 else 'the one published by the server'}.")
     else:
         print(f"No published checksum to compare with; this one is recorded in {record.name}.")
     part.replace(target)
@@ -293,6 +306,8 @@ def unzip(archive: Path, folder: Path) -> None:
                         f"The archive entry {info.filename!r} is outside the folder. Nothing was installed."
                     )
             needed, free = sum(info.file_size for info in file.infolist()), shutil.disk_usage(archive.parent).free
+            if needed > 10 * archive.stat().st_size + 10_000_000:  # the chunks in it are compressed already
+                raise DataError(f"The archive unpacks to {needed / 1e9:.1f} GB, far more than it should have.")
             if needed > free:
                 raise OSError(
                     f"Unpacking needs {needed / 1e9:.1f} GB in {archive.parent}, where {free / 1e9:.1f} GB are free."
@@ -314,6 +329,12 @@ def verify(path: Path, source: Source) -> None:
         )
     if content_sha256(buffer, source.keys) != source.content_sha256:
         raise DataError(f"{path} has the right size, but its numbers differ from the published dataset.")
+    if source.images is not None:
+        name, expected = source.images
+        group: Any = zarr_io.open_group(path, "r")["data"]
+        print(f"comparing the checksum of the images in {path} ...")
+        if name not in group or zarr_io.sha256(group[name]) != expected:
+            raise DataError(f"{path}: its images (data/{name}) are not those of the published dataset.")
 
 
 def content_sha256(buffer: ReplayBuffer, keys: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ zarr array (`buffer["action"][3]`) compares nothing.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import zlib
@@ -180,6 +181,17 @@ def _blocks(array: Any, multiple_of: int = 1) -> Iterator[Any]:
 
 
 # ---------------------------------------------------------------------- checksums
+def sha256(array: zarr.Array) -> str:
+    """sha256 of the little-endian bytes of an array, read in blocks: it need not fit in memory."""
+    check_chunks(array)
+    digest = hashlib.sha256()
+    step = max(1, array.chunks[0]) if array.ndim else 1
+    for rows in _blocks(array, step):
+        block = _read(array, rows)
+        digest.update(np.ascontiguousarray(block, block.dtype.newbyteorder("<")).tobytes())
+    return digest.hexdigest()
+
+
 def checksum(values: Any, multiple_of: tuple = (), copy_to: zarr.Array | None = None) -> str:
     """The checksum of a numpy or zarr array, compared with the stored one; also copies the values to `copy_to`."""
     if isinstance(values, zarr.Array):

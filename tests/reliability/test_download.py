@@ -1,5 +1,6 @@
 """The download command, against a server on this machine."""
 
+import dataclasses
 import functools
 import hashlib
 import http.server
@@ -16,8 +17,10 @@ import numpy as np
 import pytest
 
 from benchmarks.data import write_robomimic
+from diffusion_policy.common.errors import DataError
 from diffusion_policy.common.replay_buffer import ReplayBuffer
 from diffusion_policy.scripts import download
+from diffusion_policy.storage import zarr_io
 
 ZARR = "tiny/tiny.zarr"
 
@@ -263,6 +266,18 @@ def test_the_published_facts_hold_of_the_human_data(human_pusht):
     download.verify(human_pusht, download.SOURCES["pusht"])
 
 
+def test_the_images_have_a_checksum_too(archive, tmp_path):
+    path, source = tmp_path / "made" / ZARR, download.SOURCES["tiny"]
+    group = zarr_io.open_group(path, "r")["data"]
+    source = dataclasses.replace(source, images=("state", zarr_io.sha256(group["state"])))
+    download.verify(path, source)
+    values = group["state"][:]
+    assert zarr_io.sha256(group["state"]) == hashlib.sha256(values.tobytes()).hexdigest()
+    for images in (("state", "0" * 64), ("img", "0" * 64)):
+        with pytest.raises(DataError, match="its images"):
+            download.verify(path, dataclasses.replace(source, images=images))
+
+
 # robomimic files
 
 
@@ -327,6 +342,17 @@ def test_the_checksum_from_hugging_face_is_compared(server, demos, tmp_path, cap
     assert fetch_robomimic(server, tmp_path) == 0  # the old one is there
     server.files["/demos.hdf5"] = ("/there", "an etag of another kind")
     assert fetch_robomimic(server, tmp_path, "--force") == 0 and "No published checksum" in capsys.readouterr().out
+
+
+def test_robomimic_s_own_files_have_pinned_checksums(server, demos, tmp_path, capsys, monkeypatch):
+    server.files["/demos.hdf5"] = demos
+    own = ("--source", "robomimic", "--obs", "low_dim")
+    assert fetch_robomimic(server, tmp_path, *own) == 1
+    assert f"expected {download.ROBOMIMIC_PH_SHA256['lift']}" in capsys.readouterr().err
+    assert fetch_robomimic(server, tmp_path, *own, "--kind", "mh") == 0  # no checksum of it is public
+    monkeypatch.setitem(download.ROBOMIMIC_PH_SHA256, "lift", hashlib.sha256(demos).hexdigest())
+    assert fetch_robomimic(server, tmp_path, *own) == 0 and "the expected one" in capsys.readouterr().out
+    assert set(download.ROBOMIMIC_PH_SHA256) == set(download.TASKS)
 
 
 def test_wrong_robomimic_files(server, demos, tmp_path, capsys):

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from benchmarks import fuzz
 from benchmarks.fuzz_targets import load, mutate
 
-CASES = {"zarr": 120, "hdf5": 120, "checkpoint": 60, "observations": 120, "overrides": 12, "hostile": 60}
+CASES = {
+    "zarr": 120,
+    "hdf5": 120,
+    "checkpoint": 60,
+    "observations": 120,
+    "overrides": 12,
+    "hostile": 60,
+    "downloads": 24,
+}
 
 
 def test_no_findings():
