@@ -160,7 +160,8 @@ def check_numbers(cfg: DictConfig) -> None:
     for name in NUMBERS:
         if (value := OmegaConf.select(cfg, name)) is not None:
             check_number(name, value)
-    for name, value in leaves("size", OmegaConf.to_container(cfg.get("size", {}))):
+    sizes: Any = OmegaConf.to_container(cfg).get("size")  # type: ignore[union-attr]  # upstream's configs have none
+    for name, value in leaves("size", sizes):
         if value is not None:
             check_number(name, value, least=0 if "drop" in name else 1)
 

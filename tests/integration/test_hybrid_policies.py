@@ -4,10 +4,14 @@ in their place.
 
 import copy
 import json
+import os
+import subprocess
+import sys
 
 import hydra
 import pytest
 import torch
+import yaml
 from diffusers import DDIMScheduler, DDPMScheduler
 from torch import nn
 
@@ -18,6 +22,7 @@ from diffusion_policy.model.diffusion.ema_model import EMAModel
 from diffusion_policy.model.vision.crop_randomizer import CropRandomizer
 from diffusion_policy.model.vision.model_getter import get_resnet
 from diffusion_policy.model.vision.multi_image_obs_encoder import MultiImageObsEncoder
+from diffusion_policy.model.vision.resnet import ResNet
 from diffusion_policy.model.vision.robomimic_obs_encoder import ObservationEncoder, SpatialSoftmax, VisualCore
 from diffusion_policy.policy.base_image_policy import BaseImagePolicy
 from diffusion_policy.policy.diffusion_transformer_hybrid_image_policy import DiffusionTransformerHybridImagePolicy
@@ -27,7 +32,7 @@ from diffusion_policy.policy.loading import policy_of
 from diffusion_policy.storage import checkpoint_io
 from idp_workspace import policy as policies
 from tests import golden
-from tests.util import load_config, train_here, write_pusht
+from tests.util import ROOT, load_config, train_here, write_pusht
 
 B, T, TO, TA, DA = 3, 8, 2, 4, 2
 META = {"obs": {"pos": {"shape": [2]}, "image": {"shape": [3, 40, 40], "type": "rgb"}}, "action": {"shape": [DA]}}
@@ -490,6 +495,73 @@ def test_trains_checkpoints_and_evaluates(name, tmp_path, data):
     assert summary["steps"] == 2 and summary["evaluations"] == 2
     assert len(workspace.optimizer.param_groups) == (3 if "transformer" in name else 1)
     assert same_prediction(workspace.policy, saved_policy(summary))
+
+
+def published_config():
+    """image_pusht_diffusion_policy_cnn.yaml: flat, resolved, without groups; its crops are 84 pixels wide."""
+    reference = golden.read("resolved_configs")
+    cfg = copy.deepcopy(reference["workspaces"]["train_diffusion_unet_hybrid_workspace"])
+    cfg["task"], shape_meta = reference["tasks"]["pusht_image"], reference["shape_meta"]["pusht_image"]
+    cfg["shape_meta"] = cfg["policy"]["shape_meta"] = shape_meta
+    cfg["policy"]["crop_shape"] = [84, 84]
+    cfg["task_name"], cfg["logging"] = "pusht_image", {"mode": "online", "project": "diffusion_policy_debug"}
+    return cfg
+
+
+@pytest.mark.parametrize("target", [None, "idp_workspace.policy.IDPPolicy"])
+def test_the_published_config_runs_as_it_is(target, tmp_path, data):
+    """As upstream's README starts it, less the size of the UNet and of the run."""
+    (tmp_path / "image_pusht_diffusion_policy_cnn.yaml").write_text(yaml.safe_dump(published_config()))
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "train.py"),
+            "--config-dir=.",
+            "--config-name=image_pusht_diffusion_policy_cnn.yaml",
+            "training.seed=42",
+            "training.device=cpu",
+            "hydra.run.dir=run",
+            "logging.mode=disabled",
+            "training.debug=true",
+            "training.max_train_steps=1",
+            "policy.down_dims=[8,16]",
+            "policy.num_inference_steps=2",
+            "dataloader.batch_size=4",
+            "val_dataloader.batch_size=4",
+            f"task.dataset.zarr_path={data}",
+            "task.dataset.max_train_episodes=2",
+            "task.env_runner.n_train=0",
+            "task.env_runner.n_test=1",
+            "task.env_runner.n_test_vis=0",
+            "task.env_runner.max_steps=8",
+            *([f"policy._target_={target}"] if target else []),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    payload = checkpoint_io.load(tmp_path / "run/checkpoints/latest.ckpt")
+    assert payload["cfg"]["policy"]["crop_shape"] == [84, 84]
+    assert payload["cfg"]["task"]["env_runner"]["legacy_test"] is True
+
+
+def test_the_pretrained_config_trains_with_a_local_file(tmp_path, data):
+    weights = ResNet((2, 2, 2, 2), width=8).state_dict()
+    torch.save(weights, tmp_path / "resnet18.pt")
+    workspace, summary = run(
+        "train_diffusion_unet_image_pretrained_workspace",
+        tmp_path / "run",
+        data,
+        f"policy.obs_encoder.rgb_model={{weights: {tmp_path / 'resnet18.pt'}, width: 8}}",
+        "policy.obs_encoder.resize_shape=[40,40]",
+        "policy.obs_encoder.crop_shape=[36,36]",
+        "policy._target_=idp_workspace.policy.IDPPolicy",
+    )
+    network = workspace.model.obs_encoder.key_model_map["rgb"].state_dict()
+    assert summary["steps"] == 2 and all(torch.equal(value, weights[name]) for name, value in network.items())
 
 
 def test_inpainting_trains_from_images_of_the_whole_horizon(tmp_path, data):
