@@ -74,6 +74,9 @@ def test_a_dataset_smaller_than_a_batch_is_reported():
         ("500 if 'mh' == 'mh' else 400", 500),
         ("-(3 // 2)", -1),
         ("[1, 2]", [1, 2]),
+        ("None or 90", 90),
+        ("8 or None", 8),
+        ("0 and 5", 0),
         (5, 5),
     ],
 )
@@ -101,7 +104,7 @@ def test_config_arithmetic_runs_no_code(text):
 
 def test_devices():
     assert resolve_device("auto").type in ("cuda", "mps", "cpu") and resolve_device("cpu").type == "cpu"
-    with pytest.raises(ConfigError, match="not known"):
+    with pytest.raises(ConfigError, match="does not exist"):
         resolve_device("quantum")
 
 
