@@ -3,7 +3,6 @@
 import pathlib
 from typing import Any
 
-import cv2
 import gymnasium as gym
 import numpy as np
 from einops import rearrange
@@ -37,6 +36,8 @@ class RolloutVideo(VideoRecordingWrapper):
         return with_caption(self.scene(), caption)
 
     def scene(self) -> np.ndarray:
+        import cv2  # here, because it delays the first training step
+
         large = getattr(self.env.unwrapped, "render_large", None)
         if large is not None:
             return large(HEIGHT, self.chunk)
@@ -50,6 +51,8 @@ class RolloutVideo(VideoRecordingWrapper):
 
 def with_caption(scene: np.ndarray, text: str) -> np.ndarray:
     """The scene (H, W, 3) above a white strip with a line of text, scaled to fit the width."""
+    import cv2  # here, because it delays the first training step
+
     strip = np.full((CAPTION, scene.shape[1], 3), 255, np.uint8)
     (width, _), _ = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, 0.5, 1)
     scale = 0.5 * min(1.0, (scene.shape[1] - 16) / width)
@@ -84,5 +87,7 @@ def video_grid(paths: list[str], output: str, fps: float = 10, columns: int = 3,
 
 
 def _small(frame: np.ndarray, height: int) -> np.ndarray:
+    import cv2  # here, because it delays the first training step
+
     width = round(frame.shape[1] * height / frame.shape[0] / 2) * 2
     return cv2.resize(frame, (width, height), interpolation=cv2.INTER_AREA)
