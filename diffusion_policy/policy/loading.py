@@ -21,6 +21,8 @@ from diffusion_policy.storage import checkpoint_io, weights_io
 
 #: What building a policy may allocate beside a few times its weights.
 SPARE_BYTES = 1 << 30
+#: The file or name of the weights that an image network starts from; needed to train, not to act.
+PRETRAINED = "policy.obs_encoder.rgb_model.weights"
 
 
 def load_policy(
@@ -46,8 +48,11 @@ def load_policy(
 def policy_of(payload: dict[str, Any], device: torch.device | str = "cpu") -> Any:
     """Return the policy of a loaded checkpoint, as `load_policy` does."""
     weights = payload["state_dicts"][weights_io.acting_weights(payload)]
+    cfg = OmegaConf.create(payload["cfg"])
+    if OmegaConf.select(cfg, PRETRAINED) is not None:  # the checkpoint's weights replace them
+        OmegaConf.update(cfg, PRETRAINED, None)
     with bounded_memory(weights):
-        policy = build(OmegaConf.create(payload["cfg"]), "policy")
+        policy = build(cfg, "policy")
     if not (isinstance(policy, torch.nn.Module) and hasattr(policy, "predict_action")):
         raise CheckpointError(f"the checkpoint holds a {type(policy).__name__}, which is not a policy")
     provide_hooks(policy)

@@ -562,6 +562,8 @@ def test_the_pretrained_config_trains_with_a_local_file(tmp_path, data):
     )
     network = workspace.model.obs_encoder.key_model_map["rgb"].state_dict()
     assert summary["steps"] == 2 and all(torch.equal(value, weights[name]) for name, value in network.items())
+    (tmp_path / "resnet18.pt").unlink()  # not needed to act
+    assert same_prediction(workspace.policy, saved_policy(summary))
 
 
 def test_inpainting_trains_from_images_of_the_whole_horizon(tmp_path, data):
