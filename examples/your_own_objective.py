@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from diffusion_policy.model.common.normalizer import LinearNormalizer
 from diffusion_policy.model.mip.networks import ChiTransformer, ChiUnet, ResidualMLP, StateEncoder
-from idp_workspace.options import Above, Options
+from idp_workspace.options import Above
 from idp_workspace.policy.base import GeneratorPolicy
+from idp_workspace.policy.regression import RegressionOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HuberOptions(Options):
-    """Options of the objective; construction checks types and bounds."""
+class HuberOptions(RegressionOptions):
+    """Options of the objective, beside those of regression, whose config it uses; construction checks them."""
 
     delta: Annotated[float, Above(0)] = 0.1
     loss_scale: float = 1.0

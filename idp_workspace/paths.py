@@ -43,6 +43,11 @@ def squared_error(residual: Tensor) -> Tensor:
     return residual.square().sum(-1)
 
 
+def raised(energy: Tensor, power: float) -> Tensor:
+    """energy^power; the constant keeps the gradient of a root finite where the energy is zero."""
+    return energy if power == 1 else (energy + 1e-12) ** power
+
+
 def adaptive_weight(delta2: Tensor, p: float, c: float = 1e-3) -> Tensor:
     """w = (delta2 + c)^-p without gradient, for a loss w delta2: p = 1 is nearly a log, p = 0.5 nearly a root."""
     return (delta2.detach() + c) ** -p

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from idp_workspace import drifting
 from idp_workspace.options import AtLeast, Options, numbers, unknown_argument
+from idp_workspace.paths import raised
 
 if TYPE_CHECKING:
     from idp_workspace.policy.idp import IDPPolicy
@@ -90,7 +91,8 @@ def loss(policy: IDPPolicy, cond: Tensor, a: Tensor, m: Tensor) -> Tensor:
         return drifting.drifting_loss(generated, rearrange(a, "b h d -> h b 1 d"), temperatures=p.temperatures)
     targets = repeat(a, "b h d -> (b g) h d", g=samples)
     weights = m.repeat_interleave(samples, dim=0) if m.ndim else m
-    energy = rearrange(potential((y - targets) / t, weights), "(b g) h -> b g h", g=samples)
+    energy = raised(potential((y - targets) / t, weights), policy.options.energy_power)
+    energy = rearrange(energy, "(b g) h -> b g h", g=samples)
     return (assignment(energy.mean(-1), p.assign).unsqueeze(-1) * energy).sum(dim=1)
 
 

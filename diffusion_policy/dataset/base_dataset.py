@@ -72,6 +72,7 @@ class WindowedDataset(Dataset):
     normalization = "upstream"  # or MIP's 'min_max', see LinearNormalizer.fit
     source: str | os.PathLike | None = None  # where the data came from
     source_warning: str | None = None  # what every result trained on it must say
+    symmetries: tuple[str, ...] = ()  # values of `augment`, which adds transformed copies of the training episodes
 
     def __init__(
         self,
@@ -82,7 +83,11 @@ class WindowedDataset(Dataset):
         seed: int = 42,
         val_ratio: float = 0.0,
         max_train_episodes: int | None = None,
+        augment: str | None = None,
     ):
+        if augment not in (None, *self.symmetries):
+            names = " or ".join(map(repr, self.symmetries)) or "none"
+            raise ConfigError(f"augment={augment!r}: the symmetries of {type(self).__name__} are: {names}; or null.")
         if horizon < 1 or pad_before < 0 or pad_after < 0:
             raise ConfigError(
                 f"horizon must be at least 1 and the pads at least 0: "
@@ -94,13 +99,21 @@ class WindowedDataset(Dataset):
             raise ConfigError(f"max_train_episodes must be at least 1, or null for all, not {max_train_episodes}.")
         self.replay_buffer = replay_buffer
         self.horizon, self.pad_before, self.pad_after = horizon, pad_before, pad_after
+        self.augment = augment
         self.steps = self._make_steps(replay_buffer)
+        if augment is not None:
+            mirrored = self._mirror_steps(self.steps, replay_buffer)
+            self.steps = {field: torch.cat([values, mirrored[field]]) for field, values in self.steps.items()}
         self.val_mask = get_val_mask(replay_buffer.n_episodes, val_ratio, seed)
         self.train_mask = downsample_mask(~self.val_mask, max_train_episodes, seed)
         self._set_episodes(self.train_mask)
 
     def _make_steps(self, replay_buffer: ReplayBuffer) -> dict[str, torch.Tensor]:
         """{field: (steps, ...) tensor}."""
+        raise NotImplementedError
+
+    def _mirror_steps(self, steps: dict[str, torch.Tensor], replay_buffer: ReplayBuffer) -> dict[str, torch.Tensor]:
+        """The mirror image of every step, for a dataset whose `symmetries` name 'mirror'."""
         raise NotImplementedError
 
     def _to_sample(self, batch: dict[str, torch.Tensor]) -> dict:
@@ -112,6 +125,8 @@ class WindowedDataset(Dataset):
             self.replay_buffer, self.horizon, self.pad_before, self.pad_after, episode_mask=mask
         )
         self.index_table = torch.from_numpy(self.sampler.index_table)  # (N, T)
+        if self.augment is not None and mask is self.train_mask:  # the mirrored steps follow the recorded ones
+            self.index_table = torch.cat([self.index_table, self.index_table + self.replay_buffer.n_steps])
         if mask.any() and not len(self.sampler):
             longest = self.replay_buffer.episode_lengths[mask].max()
             raise DataError(
@@ -184,15 +199,22 @@ class ImageWindowedDataset(WindowedDataset, BaseImageDataset):
         """obs: images (B, To, 3, H, W) uint8 and low-dim values (B, To, D); action (B, T, Da)."""
         rows = self.index_table[torch.as_tensor(indices, dtype=torch.long)]  # (B, T)
         seen = rows[:, : self.n_obs_steps]  # (B, To)
-        frames = self.frames.take(self.frame_of[seen].flatten())  # (B * To, bytes)
+        recorded = seen % len(self.frame_of)  # mirrored steps follow the recorded ones
+        frames = self.frames.take(self.frame_of[recorded].flatten())  # (B * To, bytes)
         parts = frames.split([math.prod(shape) for shape in self.frame_shapes.values()], dim=1)
         obs = {}
         for (key, (height, width, _)), part in zip(self.frame_shapes.items(), parts, strict=True):
             image = rearrange(part, "(b to) (h w c) -> b to c h w", to=seen.shape[1], h=height, w=width)
+            if self.augment is not None:
+                image = torch.where((seen != recorded)[..., None, None, None], self._mirror_images(image), image)
             obs[key] = image.contiguous()
         for key in self.lowdim_keys:
             obs[key] = self.steps[key][seen]
         return {"obs": obs, "action": self.steps["action"][rows]}
+
+    def _mirror_images(self, images: torch.Tensor) -> torch.Tensor:
+        """The mirror image of every image (..., H, W)."""
+        raise NotImplementedError
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict]:
         batch = self.get_batch(indices)

@@ -14,6 +14,7 @@ from diffusion_policy.common.replay_buffer import ReplayBuffer, read_array
 from diffusion_policy.dataset.base_dataset import ImageWindowedDataset, check_normalization, check_steps
 from diffusion_policy.dataset.pusht_dataset import ACTION_DIM, STATE_DIM
 from diffusion_policy.dataset.pusht_source import find_pusht
+from diffusion_policy.env.pusht.symmetry import mirror_images, mirror_positions
 from diffusion_policy.storage.frame_cache import FileFrames, MemoryFrames, cached_frames
 
 SIZE = 96
@@ -28,8 +29,10 @@ class PushTImageDataset(ImageWindowedDataset):
     Args:
         zarr_path: the demonstrations, or 'auto', see `find_pusht`.
         normalization: of agent_pos and action, see `LinearNormalizer.fit`.
+        augment: 'mirror' adds the mirror image of every training episode, see `symmetry`.
     """
 
+    symmetries = ("mirror",)
     lowdim_keys = ["agent_pos"]
     frame_shapes = {"image": (SIZE, SIZE, 3)}
 
@@ -44,6 +47,7 @@ class PushTImageDataset(ImageWindowedDataset):
         max_train_episodes: int | None = None,
         n_obs_steps: int | None = None,
         normalization: str = "upstream",
+        augment: str | None = None,
     ):
         self.n_obs_steps = n_obs_steps
         self.normalization = check_normalization(normalization)
@@ -57,6 +61,7 @@ class PushTImageDataset(ImageWindowedDataset):
             seed,
             val_ratio,
             max_train_episodes,
+            augment,
         )
         stored = ReplayBuffer.create_from_path(path)
         if "img" in stored:
@@ -79,6 +84,12 @@ class PushTImageDataset(ImageWindowedDataset):
             "agent_pos": torch.from_numpy(replay_buffer["state"][:, :2]).float().contiguous(),
             "action": torch.from_numpy(replay_buffer["action"]).float(),
         }
+
+    def _mirror_steps(self, steps: dict[str, torch.Tensor], replay_buffer: ReplayBuffer) -> dict[str, torch.Tensor]:
+        return {field: mirror_positions(values) for field, values in steps.items()}
+
+    def _mirror_images(self, images: torch.Tensor) -> torch.Tensor:
+        return mirror_images(images)
 
 
 def drawn_frames(path: str, states: np.ndarray) -> FileFrames | MemoryFrames:

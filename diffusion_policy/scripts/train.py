@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 #: Groups that the help lists, in this order; further ones follow.
-LISTED = ("objective", "backbone", "modality", "task", "preset", "ablation", "encoder")
+LISTED = ("objective", "backbone", "modality", "task", "preset", "optimizer", "ablation", "encoder")
 #: Groups that nobody chooses from: values that are chosen automatically.
 AUTOMATIC = ("pair",)
 

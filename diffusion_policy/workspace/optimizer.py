@@ -6,15 +6,20 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
 
-from diffusion_policy.common.config_util import build
+from diffusion_policy.common.config_util import build, get_class
 from diffusion_policy.common.errors import ConfigError
 
 
 def make_optimizer(cfg: DictConfig, policy: Any) -> torch.optim.Optimizer:
-    """The optimiser in `cfg.optimizer`; without a `_target_`, its keys are arguments of policy.get_optimizer."""
+    """The optimiser in `cfg.optimizer`; without a `_target_`, its keys are arguments of policy.get_optimizer.
+
+    A class that has `parameter_groups` divides the parameters by their role itself.
+    """
     if "_target_" in cfg.optimizer:
-        optimizer = build(cfg, "optimizer", params=policy.parameters(), _convert_="all")
+        groups = getattr(get_class(cfg.optimizer._target_, object), "parameter_groups", nn.Module.parameters)
+        optimizer = build(cfg, "optimizer", params=groups(policy), _convert_="all")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"optimizer._target_={cfg.optimizer._target_} is not an optimiser of torch")
         return optimizer

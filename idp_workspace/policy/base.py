@@ -87,6 +87,8 @@ class GeneratorPolicy(BaseLowdimPolicy, BaseImagePolicy):
 
     def set_normalizer(self, normalizer: LinearNormalizer) -> None:
         self.normalizer.load_state_dict(normalizer.state_dict())
+        if self.obs_dim is not None and hasattr(self.obs_encoder, "set_normalizer"):
+            self.obs_encoder.set_normalizer(self.normalizer["obs"])  # type: ignore[operator, union-attr]
 
     def get_optimizer(
         self,

@@ -11,6 +11,7 @@ from diffusion_policy.model.common.normalizer import LinearNormalizer
 from idp_workspace import proposals
 from idp_workspace.geometry import compute_excess
 from idp_workspace.geometry_variants import ReferenceVariance, statistics
+from idp_workspace.paths import raised
 from idp_workspace.policy.base import GeneratorPolicy
 from idp_workspace.policy.idp_options import IDPOptions, paper_lambda
 from idp_workspace.upstream_arguments import UpstreamArguments
@@ -49,20 +50,23 @@ class IDPPolicy(ReferenceVariance, GeneratorPolicy):
 
     # ------------------------------------------------------------------ training
     def loss(self, cond: Tensor, actions: Tensor) -> Tensor:
-        o, a, t = self.options, actions, self.options.t_star
+        o, a, t, p = self.options, actions, self.options.t_star, self.options.energy_power
         m = self.excess(cond, a)
         if o.proposal.is_paper:
             y = self.generator(cond, self.zeros(len(a)), 0.0)
-            loss = potential((y - a) / t, m)
+            loss = raised(potential((y - a) / t, m), p)
         else:
             loss = proposals.loss(self, cond, a, m)
         self._terms = {"loss/proposal": loss.detach()}
-        share = self.current_lambda() / paper_lambda(t)  # dividing by t* and 1 - t* already weights the probe by 81
+        # Dividing by t* and 1 - t* already weights the probe by 81, or its power.
+        share = self.current_lambda() / paper_lambda(t) ** p
         if share:
-            z = self.generator(cond, a + (1 - t) * torch.randn_like(a), t)
-            probe = potential((z - a) / (1 - t), m if o.geometry_on_probe else m.new_zeros(()))
+            n = max(1, round(o.probe_fraction * len(a)))  # the batch is shuffled: its first n samples are a fair draw
+            a, m = a[:n], m[:n] if m.ndim and o.geometry_on_probe else m.new_zeros(())
+            z = self.generator(cond[:n], a + (1 - t) * torch.randn_like(a), t)
+            probe = raised(potential((z - a) / (1 - t), m), p)
             self._terms["loss/probe"] = probe.detach()
-            loss = loss + share * probe
+            loss = loss + share * probe if n == len(actions) else loss.mean() + share * probe.mean()
         return o.loss_scale * loss.mean()
 
     def excess(self, cond: Tensor, actions: Tensor) -> Tensor:

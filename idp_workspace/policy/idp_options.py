@@ -35,6 +35,11 @@ class IDPOptions(Geometry):
     """Share of the training at which the ramp ends."""
     loss_scale: float = 0.1
     """Factor of the loss, as in MIP."""
+    energy_power: Annotated[float, Above(0)] = 1.0
+    """Beyond the paper: exponent of the potential at each chunk step; 0.5 is its square root. Squared, the best
+    action is the mean of the experts whatever m is; under the root it is nearer to their median, and m changes it."""
+    probe_fraction: Annotated[float, Above(0)] = 1.0
+    """Share of the batch on which the probe is evaluated."""
     nfe: int = 1
     """Network calls per action: 1, or 2 to refine the proposal with the probe."""
     geometry: bool = True
@@ -47,6 +52,8 @@ class IDPOptions(Geometry):
     def __post_init__(self) -> None:
         object.__setattr__(self, "proposal", Proposal.of(self.proposal))
         super().__post_init__()
+        if self.probe_fraction > 1:
+            raise ValueError(f"probe_fraction={self.probe_fraction} is a share of the batch: at most 1")
         if not self.ramp_from < self.ramp_until <= 1:
             raise ValueError(f"a ramp needs ramp_from={self.ramp_from} < ramp_until={self.ramp_until} <= 1")
 

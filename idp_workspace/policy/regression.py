@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated
 
 from torch import Tensor
 
-from idp_workspace.options import Options
-from idp_workspace.paths import squared_error
+from idp_workspace.options import Above, Options
+from idp_workspace.paths import raised, squared_error
 from idp_workspace.policy.base import GeneratorPolicy
 
 
@@ -16,6 +17,8 @@ class RegressionOptions(Options):
     """Options of regression."""
 
     loss_scale: float = 0.1
+    energy_power: Annotated[float, Above(0)] = 1.0
+    """Exponent of the squared error at each chunk step: 0.5 is the distance. As IDP's, for fair comparisons."""
 
 
 class RegressionPolicy(GeneratorPolicy):
@@ -30,7 +33,8 @@ class RegressionPolicy(GeneratorPolicy):
 
     def loss(self, cond: Tensor, actions: Tensor) -> Tensor:
         prediction = self.generator(cond, self.training_input(actions), 0.0)
-        return self.options.loss_scale * squared_error(prediction - actions).mean()
+        error = raised(squared_error(prediction - actions), self.options.energy_power)
+        return self.options.loss_scale * error.mean()
 
     def sample(self, cond: Tensor, batch: int) -> Tensor:
         return self.generator(cond, self.zeros(batch), 0.0)

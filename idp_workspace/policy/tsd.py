@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from idp_workspace.paths import squared_error
+from idp_workspace.paths import raised, squared_error
 from idp_workspace.policy.idp_options import PAPER_PROPOSAL, paper_lambda
 from idp_workspace.policy.mip import MIPOptions, MIPPolicy
 
@@ -40,6 +40,9 @@ class TSDPolicy(MIPPolicy):
         noisy = actions + (1 - o.t_star) * torch.randn_like(actions)
         first = self.generator(cond, torch.randn_like(actions), 0.0)
         second = self.generator(cond, noisy, o.t_star)
-        share = self.current_lambda() / paper_lambda(o.t_star)  # 1 unless lambda_prox is set or ramped
-        loss = squared_error((first - noisy) / o.t_star) + share * squared_error((second - actions) / (1 - o.t_star))
-        return o.loss_scale * loss.mean()
+        share = (
+            self.current_lambda() / paper_lambda(o.t_star) ** o.energy_power
+        )  # 1 unless lambda_prox is set or ramped
+        first = raised(squared_error((first - noisy) / o.t_star), o.energy_power)
+        second = raised(squared_error((second - actions) / (1 - o.t_star)), o.energy_power)
+        return o.loss_scale * (first + share * second).mean()

@@ -1,7 +1,6 @@
 """Demonstrations from policies, and those that come with the repository."""
 
 import functools
-import json
 
 import numpy as np
 import pytest
@@ -134,21 +133,3 @@ def test_a_grid_s_table_averages_seeds_and_says_what_is_missing():
         and lines[4] == "| mean of the 1 complete tasks | 55 / 10 | 55 / 10 | 60 |"
     )
     assert lines[-1] == "| A | 1 | 40 | 2.0 |"
-
-
-def test_a_row_made_elsewhere_is_kept_if_its_command_is_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(study, "ROOT", tmp_path)
-    grid = {"name": "x", **GRID}
-    entry = study.runs_of(grid)[0]
-    assert study.kept_row(grid, entry) is None
-    (tmp_path / "results/x").mkdir(parents=True)
-    row = {
-        "name": "push A 0",
-        "command": "python train.py --config-name=train_a task.name=push training.seed=0",
-        "score": 0.5,
-    }
-    (tmp_path / "results/x/results.json").write_text(json.dumps({"rows": [row]}))
-    assert study.run(grid, entry, threads=1) == row
-    assert study.kept_row({**grid, "overrides": ["preset=cpu"]}, entry) is None  # another command
-    (tmp_path / "data/studies/x/push A 0").mkdir(parents=True)
-    assert study.kept_row(grid, entry) is None  # begun here

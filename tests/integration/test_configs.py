@@ -17,6 +17,7 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
+from diffusion_policy import load_policy
 from diffusion_policy.common.config_util import GRID, choices, comments, config_names, grid
 from diffusion_policy.common.errors import ConfigError
 from diffusion_policy.policy.loading import policy_of
@@ -329,6 +330,21 @@ def test_a_run_reports_the_best_and_the_mean_of_the_last_five_evaluations(tmp_pa
     assert (summary["score"], summary["best_score"], summary["mean_of_last_scores"]) == (6.0, 6.0, 4.0)
     workspace.scores = [6.0, 0.0, 5.0, 1.0, 4.0, 3.0, 2.0]  # DP3 reports the mean of the five best
     assert run_folder.finish(workspace, None)["mean_of_best_scores"] == 4.0
+
+
+RECIPE = ("optimizer=muon", "energy_power=0.5", "probe_fraction=0.5", "state_features=features", "augment=mirror")
+
+
+@pytest.mark.parametrize("backbone", ["transformer", "unet", "mlp"])
+def test_the_parts_of_the_small_recipe_train_resume_and_load(backbone, tmp_path, data):
+    name, short = f"train_idp_{backbone}_lowdim", "task.env_runner.max_steps=8"
+    whole, _ = run(name, tmp_path / "whole", data, short, *RECIPE)
+    run(name, tmp_path / "half", data, short, *RECIPE, "training.num_epochs=1")
+    half, _ = run(name, tmp_path / "half", data, short, *RECIPE, "training.lr_scheduler=constant")
+    assert type(half.optimizer).__name__ == "Muon" and half.global_step == whole.global_step
+    policy = load_policy(tmp_path / "whole", device="cpu")
+    obs = {"obs": torch.rand(1, 2, 5) * 500}
+    assert torch.equal(policy.predict_action(obs)["action"], whole.policy.predict_action(obs)["action"])
 
 
 @pytest.mark.parametrize("ablation", ABLATIONS)

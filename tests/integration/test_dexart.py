@@ -399,8 +399,8 @@ def test_runner(dexart, tmp_path):
     assert log["test/mean_score"] == np.mean(list(scores.values())) and "train/mean_score" not in log
     assert iio.imread(log["test/sim_video_100000"]).shape == (
         runner.episodes[0]["steps"] // 2,
-        256,
-        256,
+        384 + 32,
+        384,
         3,
     )  # 25 steps a second, 10 images
     json.dumps(log)

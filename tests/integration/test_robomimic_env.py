@@ -414,7 +414,7 @@ def test_videos_of_state_and_image_runners(scripted_lift, tmp_path):
     )
     video = runner.run(Replays(scripted_lift / "low_dim_abs.hdf5", [0]))["train/sim_video_0"]
     runner.close()
-    assert iio.imread(video).shape == (8, 64, 64, 3)
+    assert iio.imread(video).shape == (8, 384 + 32, 384, 3)
     images = RobomimicImageRunner(
         str(tmp_path),
         str(scripted_lift / "low_dim_abs.hdf5"),

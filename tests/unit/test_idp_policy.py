@@ -11,7 +11,8 @@ from diffusion_policy.model.diffusion.conditional_unet1d import ConditionalUnet1
 from diffusion_policy.model.diffusion.mip_networks import ChiTransformer, ChiUnet, ResidualMLP, StateEncoder
 from diffusion_policy.model.diffusion.transformer_for_diffusion import TransformerForDiffusion
 from idp_workspace.geometry import geometry_excess
-from idp_workspace.policy import IDPPolicy, NaiveDriftingPolicy
+from idp_workspace.paths import raised
+from idp_workspace.policy import IDPPolicy, MIPPolicy, NaiveDriftingPolicy, RegressionPolicy, TSDPolicy
 from idp_workspace.policy.idp import potential
 from idp_workspace.policy.idp_options import IDPOptions
 from tests.util import unit_normalizer
@@ -249,6 +250,77 @@ def test_in_place_of_an_in_painting_unet_the_observation_is_a_condition(caplog):
     policy.set_normalizer(unit_normalizer(DO, D))
     policy.compute_loss(batch(4)).backward()
     assert policy.predict_action({"obs": torch.zeros(2, TO, DO)})["action"].shape == (2, TA, D)
+
+
+@pytest.mark.parametrize("policy_class", [IDPPolicy, MIPPolicy, TSDPolicy])
+def test_the_root_of_the_potential_at_each_step(policy_class):
+    data = batch()
+    policy = make(policy_class, energy_power=0.5, lambda_prox=2.0)
+    torch.manual_seed(5)
+    loss = policy.compute_loss(data)
+    cond, a = policy.generator.encode(data["obs"]), data["action"]
+    m = geometry_excess(cond.flatten(1), a) if policy_class is IDPPolicy else torch.zeros(())
+    root = lambda x, target: ((1 + m) * (x - target) ** 2).sum(-1).sqrt().mean()
+    torch.manual_seed(5)
+    noise = torch.randn_like(a)
+    start, first = torch.zeros_like(a), a
+    if policy_class is TSDPolicy:
+        start, first = torch.randn_like(a), a + 0.1 * noise
+    y = policy.generator(cond, start, 0.0)
+    z = policy.generator(cond, a + 0.1 * noise, 0.9)
+    # sqrt(2 E(y)) + 2 sqrt(2 E(z)), in the scale of the proposal: 0.1 / 0.9
+    torch.testing.assert_close(loss, 0.1 / 0.9 * (root(y, first) + 2 * root(z, a)), rtol=1e-4, atol=1e-4)
+
+
+def test_the_geometry_changes_the_best_action_under_the_root_only():
+    """Two experts for one observation, m large in the first action dimension at one of them."""
+    experts, m = torch.tensor([[0.0, 0.0], [1.0, 1.0], [0.0, 1.0]]), torch.tensor([[9.0, 0.0]])
+    best = {}
+    for power in (1.0, 0.5):
+        for name, weight in (("with", m), ("without", torch.zeros(()))):
+            x = torch.full((1, 2), 0.4, requires_grad=True)
+            optimizer = torch.optim.LBFGS([x], max_iter=200, line_search_fn="strong_wolfe")
+
+            def closure(x=x, weight=weight, power=power, optimizer=optimizer):
+                optimizer.zero_grad()
+                loss = raised(potential(x - experts, weight), power).sum()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+            best[power, name] = x.detach()
+    torch.testing.assert_close(best[1.0, "with"], best[1.0, "without"], atol=1e-4, rtol=0)
+    assert (best[0.5, "with"] - best[0.5, "without"]).abs().max() > 0.02
+
+
+def test_the_root_has_a_finite_gradient_at_the_expert():
+    a = torch.randn(4, 3, 2)
+    x = a.clone().requires_grad_()
+    raised(potential(x - a, torch.zeros(())), 0.5).sum().backward()
+    assert torch.isfinite(x.grad).all()
+
+
+def test_the_probe_on_part_of_the_batch():
+    data = batch()
+    losses = {}
+    for fraction in (1.0, 0.25, 1e-9):
+        policy = make(probe_fraction=fraction, geometry=False)
+        torch.manual_seed(0)
+        policy.compute_loss(data)
+        losses[fraction] = policy._terms
+    assert losses[0.25]["loss/probe"].shape[0] == 8 and losses[1e-9]["loss/probe"].shape[0] == 1
+    assert torch.equal(losses[1.0]["loss/proposal"], losses[0.25]["loss/proposal"])
+    with pytest.raises(ValueError, match="probe_fraction"):
+        make(probe_fraction=1.5)
+
+
+def test_regression_with_the_distance():
+    data = batch()
+    policy = make(RegressionPolicy, energy_power=0.5)
+    error = (
+        policy.generator(policy.generator.encode(data["obs"]), torch.zeros_like(data["action"]), 0.0) - data["action"]
+    )
+    torch.testing.assert_close(policy.compute_loss(data), 0.1 * error.norm(dim=-1).mean())
 
 
 def test_lambda_schedule_grows_to_the_paper_s_value():

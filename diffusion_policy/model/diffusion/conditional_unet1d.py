@@ -61,6 +61,9 @@ class ConditionalUnet1D(nn.Module):
     last convolution always has 8 groups. DP3's small variant has one block per level.
     """
 
+    # that read data or write actions
+    edge_layers = ("down_modules.0.0.blocks.0", "down_modules.0.0.residual_conv", "local_cond_encoder", "final_conv.1")
+
     def __init__(
         self,
         input_dim: int,

@@ -113,6 +113,8 @@ class TransformerForDiffusion(ModuleAttrMixin):
     ignored.
     """
 
+    edge_layers = ("input_emb", "cond_obs_emb", "head")  # that read data or write actions
+
     mask: torch.Tensor | None
     memory_mask: torch.Tensor | None
     time_emb: nn.Module

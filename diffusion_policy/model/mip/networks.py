@@ -14,24 +14,46 @@ from einops import rearrange
 from torch import nn
 
 from diffusion_policy.common.errors import ConfigError
+from diffusion_policy.model.common.state_features import StateFeatures
 from diffusion_policy.model.diffusion.conditional_unet1d import ConditionalUnet1D
 from diffusion_policy.model.diffusion.positional_embedding import stack_times
 from diffusion_policy.model.diffusion.transformer_for_diffusion import TransformerForDiffusion
 
 
 class StateEncoder(nn.Module):
-    """MLP over the concatenated observation steps, with one output token per step."""
+    """MLP over the concatenated observation steps, with one output token per step.
 
-    def __init__(self, obs_dim: int, n_obs_steps: int = 2, emb_dim: int = 256, n_hidden_layers: int = 2):
+    features: computed from each observation step and given to the MLP in its place, such as `StateFeatures`.
+    """
+
+    edge_layers = ("mlp.0",)  # that read data
+
+    def __init__(
+        self,
+        obs_dim: int,
+        n_obs_steps: int = 2,
+        emb_dim: int = 256,
+        n_hidden_layers: int = 2,
+        features: StateFeatures | None = None,
+    ):
         super().__init__()
+        if features is not None:
+            self.features, obs_dim = features, features.output_dim
         self.n_obs_steps = n_obs_steps
         self.output_dim = emb_dim
         widths = [n_obs_steps * obs_dim] + [emb_dim] * n_hidden_layers
         hidden = [layer for i, o in pairwise(widths) for layer in (nn.Linear(i, o), nn.LeakyReLU())]
         self.mlp = nn.Sequential(*hidden, nn.Linear(widths[-1], n_obs_steps * emb_dim))
 
+    def set_normalizer(self, field: Any) -> None:
+        """Tell the features how observations are normalised."""
+        if hasattr(self, "features"):
+            self.features.set_normalizer(field)
+
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
         """obs: (B, To, obs_dim) -> (B, To, emb_dim)."""
+        if hasattr(self, "features"):
+            obs = self.features(obs)
         tokens = self.mlp(rearrange(obs, "b to d -> b (to d)"))
         return rearrange(tokens, "b (to e) -> b to e", to=self.n_obs_steps)
 
@@ -210,6 +232,7 @@ class ResidualMLP(nn.Module):
             nn.LayerNorm(n_emb),
             nn.Linear(n_emb, horizon * output_dim),
         )
+        self.edge_layers = ("net.0", f"net.{len(self.net) - 1}")  # that read data or write actions
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.orthogonal_(module.weight)
