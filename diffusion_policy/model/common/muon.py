@@ -47,7 +47,7 @@ class Muon(torch.optim.AdamW):
         """The hidden matrices of a model, and its other parameters."""
         hidden = hidden_matrices(model)
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": [p for name, p in trained.items() if name in hidden], "muon": True},
             {"params": [p for name, p in trained.items() if name not in hidden], "muon": False},
         ]
@@ -87,8 +87,9 @@ class Muon(torch.optim.AdamW):
                     # AdamW expects a step in every state that it loads.
                     state["step"], state["momentum_buffer"] = torch.zeros(()), torch.zeros_like(parameter)
                 state["step"] += 1
-                buffer = state["momentum_buffer"].lerp_(parameter.grad, 1 - self.momentum)
-                gradients.append(parameter.grad.lerp(buffer, self.momentum).flatten(1))
+                gradient: Any = parameter.grad
+                buffer = state["momentum_buffer"].lerp_(gradient, 1 - self.momentum)
+                gradients.append(gradient.lerp(buffer, self.momentum).flatten(1))
             stacked = torch.stack([g.T if flip else g for g, flip in zip(gradients, tall, strict=True)])
             for parameter, flip, update in zip(parameters, tall, orthogonal(stacked, self.iterations), strict=True):
                 update = (update.T if flip else update).reshape(parameter.shape)

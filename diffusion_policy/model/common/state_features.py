@@ -23,6 +23,7 @@ class StateFeatures(nn.Module):
         points: (K, 2) in the frame of the body.
     """
 
+    points: Tensor
     scale: Tensor
     offset: Tensor
 
