@@ -3,7 +3,7 @@
 import sys
 
 if sys.version_info < (3, 11):  # noqa: UP036 - before the imports, which an older Python cannot read
-    sys.stderr.write("error: Python 3.11 or newer is needed, see Install in README.md; this is " + sys.version + "\n")
+    sys.stderr.write("error: Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; see README.md\n")
     sys.exit(2)
 
 try:

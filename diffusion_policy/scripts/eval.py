@@ -159,6 +159,7 @@ def play(cfg: DictConfig, policy: Any, options: argparse.Namespace, output: path
     from omegaconf import OmegaConf
 
     from diffusion_policy.common.random_state import seed_everything
+    from diffusion_policy.gym_util.rollout_video import write_grid
     from diffusion_policy.workspace.measurement import counting, report, set_nfe
 
     runner = make_runner(cfg, options, output)
@@ -171,6 +172,7 @@ def play(cfg: DictConfig, policy: Any, options: argparse.Namespace, output: path
         seed_everything(OmegaConf.select(cfg, "training.seed", default=0))
         with counting(policy) as counter:
             scores = runner.run(policy)
+        write_grid(runner, runner.output_dir)
         logs[nfe] = dict(scores) | report(runner, policy, counter, policy.device)
     log = dict(next(iter(logs.values())))
     if len(logs) > 1:

@@ -142,6 +142,7 @@ def test_eval_takes_a_run_folder_and_names_its_output_after_the_options(places):
     }
     assert seeds["eval_latest_n2_mip"] == [42, 43]  # from the training seed of the checkpoint
     assert seeds["eval_latest_n1_seed200000"] == [200000]
+    assert (run / "eval_latest_n2_mip/media").is_dir()
     (best,) = run.glob("eval_epoch=*_n1")
     log = json.loads((best / "eval_log.json").read_text())
     assert "epoch=" in log["checkpoint"] and log["dataset"]["name"] and "sha256" in log["dataset"]
