@@ -360,6 +360,8 @@ def interrupted(script: str, arguments: Iterable[str], signals: int, ready: path
                 env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
                 stdout=stdout,
                 stderr=stderr,
+                # A shell starts background jobs deaf to Ctrl-C.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         deadline = time.monotonic() + 120
         while not ready.exists() and process.poll() is None and time.monotonic() < deadline:

@@ -32,6 +32,7 @@ RUNNER = "task.env_runner"
 #: What each section may build: classes with one of these among their bases. "" is the workspace.
 ROLES = {
     "policy": ("torch.nn.modules.module.Module", "diffusers.schedulers.scheduling_utils.SchedulerMixin"),
+    "task.features": ("torch.nn.modules.module.Module",),
     RUNNER: (
         "diffusion_policy.env_runner.base_lowdim_runner.BaseLowdimRunner",
         "diffusion_policy.env_runner.base_image_runner.BaseImageRunner",
