@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from diffusion_policy.policy.loading import load_policy
 
 __all__ = ["load_policy"]
+# The first line is the form by which tools, such as that of the API pages, recognise a namespace package.
+__path__ = __import__("pkgutil").extend_path(__path__, __name__)
 __path__ = list(dict.fromkeys([*pkgutil.extend_path([], __name__), *__path__]))
 
 
