@@ -29,8 +29,8 @@ PYTEST := OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest --numprocesses=auto --maxproce
 setup: $(VENV)/.installed
 
 # torch first and alone: a pinned version keeps pip from choosing another build for the packages after it.
-# The simulators come without their dependencies: a second OpenCV, torchvision, drivers of input devices and another
-# MuJoCo, none of which is used here.
+# These come without their dependencies: a second OpenCV, torchvision, drivers of input devices, another MuJoCo and an
+# older numpy, none of which is used here.
 $(VENV)/.installed: requirements.txt pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11"; exit 1; }
@@ -39,7 +39,7 @@ $(VENV)/.installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(PY) $(PIP) torch==2.13.0
 	$(PY) $(PIP) -r requirements.txt
-	$(PY) $(PIP) --no-deps robosuite==1.5.1 robomimic==0.3.0 metaworld==3.1.1
+	$(PY) $(PIP) --no-deps robosuite==1.5.1 robomimic==0.3.0 metaworld==3.1.1 openpi-client==0.1.2
 	$(PY) $(PIP) --no-deps --no-build-isolation -e .
 	@$(PYTHON) -c 'from ctypes.util import find_library; raise SystemExit(not find_library("OSMesa"))' || $(RENDERER) || \
 	    echo "To render the simulators' tasks without a GPU, on Debian and Ubuntu: apt-get install libosmesa6"
