@@ -100,6 +100,14 @@ class Recordings:
         """Whether the images of an episode are there."""
         return camera in self.cameras
 
+    def short_name(self, index: int) -> str:
+        """The name of an episode without its file."""
+        return self.episode_names[index].split(" (")[0]
+
+    def frame_count(self, index: int, camera: str) -> int | None:
+        """How many images an episode has, if that is known without decoding them."""
+        return None
+
     def frames(self, index: int, camera: str, count: int | None = None) -> Iterator[np.ndarray]:
         """The images of an episode, one per step, decoded while you iterate; `count`: only so many of the first."""
         expected = self.lengths[index] if count is None else min(count, self.lengths[index])

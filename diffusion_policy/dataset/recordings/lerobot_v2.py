@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +54,14 @@ class LeRobotV2Recordings(LeRobotRecordings):
 
     def _video(self, index: int, camera: str) -> tuple[Path, float]:
         return self._file("video_path", **self._values(self.places[index]), video_key=camera), 0.0
+
+    def frame_count(self, index: int, camera: str) -> int | None:
+        """The number of frames that a video declares; errors are left to `frames`."""
+        if camera in self.in_table:
+            return None
+        with contextlib.suppress(DataError):
+            return self.pool.ask_once("video_facts", self._video(index, camera)[0])[0]["frames"] or None
+        return 0
 
 
 def read_lines(file: Path) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,6 @@
+"""What is in a recording, and what in it would harm a policy. The command is scripts/inspect_data.py."""
+
+from diffusion_policy.dataset.inspection.findings import Finding, find
+from diffusion_policy.dataset.inspection.measure import Facts, measure
+
+__all__ = ["Facts", "Finding", "find", "measure"]

@@ -1,0 +1,226 @@
+"""What the facts mean for training, and what to do about it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from diffusion_policy.dataset.inspection.measure import Facts
+from diffusion_policy.dataset.inspection.vectors import Vector
+
+PROBLEM, WARNING, NOTE = "problem", "warning", "note"
+IDLE_LIMIT, SATURATED_LIMIT, SHORT = 0.1, 0.05, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """level: a problem stops or spoils training, a warning may, a note is good to know."""
+
+    level: str
+    title: str
+    advice: str
+
+
+def find(facts: Facts) -> list[Finding]:
+    """All findings, the most serious first."""
+    checks = (_left_out, _not_finite, _cameras, _frame_counts, _times, _same, _short, _idle, _jumps, _constant)
+    found = [finding for check in (*checks, _saturated, _binary, _relation) for finding in check(facts)]
+    return sorted(found, key=lambda finding: (PROBLEM, WARNING, NOTE).index(finding.level))
+
+
+def _used(facts: Facts) -> list[Vector]:
+    """The features that a policy would see: observations and actions."""
+    keys = [*facts.recordings.obs_keys, facts.recordings.action_key]
+    return [facts.vectors[key] for key in keys if key and facts.vectors[key].detailed]
+
+
+def _list(items: Sequence[object], limit: int = 6) -> str:
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(map(str, items[:limit])) + more
+
+
+def _labels(vectors: Sequence[Vector], name: str) -> list[str]:
+    return [vector.label(int(number)) for vector in vectors for number in np.flatnonzero(getattr(vector, name))]
+
+
+def _left_out(facts: Facts) -> Iterator[Finding]:
+    reasons = facts.recordings.left_out
+    if reasons:
+        yield Finding(PROBLEM, f"{len(reasons)} episodes or files are left out", _list(reasons, 3))
+
+
+def _not_finite(facts: Facts) -> Iterator[Finding]:
+    for vector in facts.vectors.values():
+        if vector.not_finite:
+            episode, step = vector.not_finite[0]
+            yield Finding(
+                PROBLEM,
+                f"{vector.key} has NaN or infinity in {len(vector.not_finite)} episodes",
+                f"Training stops at such a number. First: {facts.recordings.episode_names[episode]}, step {step}. "
+                "Remove these episodes, or repair them where they were recorded.",
+            )
+
+
+def _cameras(facts: Facts) -> Iterator[Finding]:
+    total = len(facts.recordings)
+    for camera, missing in facts.missing.items():
+        if missing:
+            yield Finding(
+                WARNING,
+                f"camera {camera}: {len(missing)} of {total} episodes have no images",
+                f"A policy with this camera can use {total - len(missing)} episodes; one without it, all. First: "
+                f"{facts.recordings.episode_names[missing[0]]}. If they should be there, download or copy them again.",
+            )
+
+
+def _frame_counts(facts: Facts) -> Iterator[Finding]:
+    for camera, wrong in facts.frame_counts.items():
+        if wrong:
+            index, count = wrong[0]
+            yield Finding(
+                PROBLEM,
+                f"camera {camera}: {len(wrong)} videos do not have one frame per step",
+                f"Images and numbers would not belong together. First: {facts.recordings.episode_names[index]}, "
+                f"{count or 'no readable'} frames for {facts.recordings.lengths[index]} steps. Remove these episodes.",
+            )
+
+
+def _times(facts: Facts) -> Iterator[Finding]:
+    names = facts.recordings.episode_names
+    if facts.late:
+        worst = max(facts.late, key=lambda index: facts.late[index])
+        yield Finding(
+            WARNING,
+            f"the time stamps of {len(facts.late)} episodes drift from {facts.recordings.fps:g} Hz",
+            f"Up to {facts.late[worst]:.2f} s ({names[worst]}). The policy would move faster or slower than you did. "
+            "Record at a fixed rate, or resample.",
+        )
+    if facts.uneven:
+        worst = max(facts.uneven, key=lambda index: facts.uneven[index])
+        yield Finding(
+            WARNING,
+            f"{sum(facts.uneven.values())} steps in {len(facts.uneven)} episodes are too long or too short",
+            f"Most in {names[worst]}: {facts.uneven[worst]}. Steps were dropped or doubled; motions look jerky to the "
+            "policy. A few are harmless.",
+        )
+
+
+def _same(facts: Facts) -> Iterator[Finding]:
+    if facts.same:
+        pairs = [" = ".join(facts.recordings.short_name(index) for index in same[:3]) for same in facts.same]
+        yield Finding(
+            WARNING,
+            f"{sum(len(same) - 1 for same in facts.same)} episodes are copies of others",
+            f"{_list(pairs, 3)}. Copies count twice, and one in the validation split makes its error too small. Remove "
+            "them.",
+        )
+
+
+def _short(facts: Facts) -> Iterator[Finding]:
+    short = [index for index, length in enumerate(facts.recordings.lengths) if length < SHORT]
+    if short:
+        yield Finding(
+            WARNING,
+            f"{len(short)} episodes have fewer than {SHORT} steps",
+            f"Shorter than a chunk of actions; often false starts. First: {facts.recordings.episode_names[short[0]]}.",
+        )
+
+
+def _idle(facts: Facts) -> Iterator[Finding]:
+    share = float(np.average(facts.idle, weights=facts.recordings.lengths))
+    many = np.flatnonzero(facts.idle > 2 * IDLE_LIMIT)
+    if share <= IDLE_LIMIT and not len(many):
+        return
+    worst = [f"{facts.recordings.short_name(i)} {facts.idle[i]:.0%}" for i in np.argsort(-facts.idle)[:3]]
+    ends = float(np.average(facts.idle_ends, weights=facts.recordings.lengths))
+    yield Finding(
+        WARNING if share > IDLE_LIMIT else NOTE,
+        f"the robot stands still in {share:.0%} of the steps ({ends:.0%} before the first or after the last motion)",
+        f"A policy can learn to freeze there. Most: {_list(worst)}. Cut pauses, or let training leave idle steps out.",
+    )
+
+
+def _jumps(facts: Facts) -> Iterator[Finding]:
+    for wrapped in (True, False):
+        jumps = [jump for jump in facts.jumps if jump.wrapped == wrapped]
+        if not jumps:
+            continue
+        first = f"First: {facts.recordings.episode_names[jumps[0].episode]}, step {jumps[0].step}."
+        labels = _list(sorted({jump.label for jump in jumps}))
+        if wrapped:
+            advice = "Close angles look far apart, and the average of both sides points the wrong way. Unwrap it, or"
+            advice += f" use sine and cosine or a rotation matrix. {first}"
+            yield Finding(WARNING, f"angles wrap around, {len(jumps)} times: {labels}", advice)
+        else:
+            advice = f"No robot moves like that: lost steps, a reset, or a changed unit. Look at them. {first}"
+            yield Finding(WARNING, f"{len(jumps)} jumps within one step: {labels}", advice)
+
+
+def _constant(facts: Facts) -> Iterator[Finding]:
+    labels = _labels(_used(facts), "constant")
+    if labels:
+        yield Finding(
+            NOTE,
+            f"{len(labels)} dimensions never change: {_list(labels)}",
+            "They carry nothing. Harmless; if the robot should move there, its recording is wrong.",
+        )
+
+
+def _saturated(facts: Facts) -> Iterator[Finding]:
+    labels = []
+    for vector in _used(facts):
+        share = np.maximum(vector.at_low, vector.at_high)
+        for number in np.flatnonzero((share > SATURATED_LIMIT) & ~vector.constant & ~vector.binary):
+            labels.append(f"{vector.label(int(number))} {share[number]:.0%}")
+    if labels:
+        yield Finding(
+            NOTE,
+            f"{len(labels)} dimensions stay at their limit: {_list(labels)}",
+            "The share of steps at exactly the lowest or highest value. Normal for fingers that close; for a joint, a "
+            "limit cut off what was commanded.",
+        )
+
+
+def _binary(facts: Facts) -> Iterator[Finding]:
+    labels = _labels(_used(facts), "binary")
+    if labels:
+        yield Finding(
+            NOTE,
+            f"{len(labels)} dimensions have two values, as a gripper: {_list(labels)}",
+            "A policy predicts numbers in between; use a threshold when you act.",
+        )
+
+
+def _relation(facts: Facts) -> Iterator[Finding]:
+    action, relation = facts.recordings.action_key, facts.relation
+    if action is None:
+        advice = f"Features: {_list(list(facts.vectors), 12)}. Name it: task.action_key=..."
+        yield Finding(WARNING, "no feature is called action", advice)
+    elif relation is None:
+        yield Finding(
+            NOTE, "position control or not cannot be told", f"No observation has the shape of {action} to compare with."
+        )
+    elif relation.position > 0.8:
+        when = f"{relation.lag} steps later" if relation.lag else "at the same step"
+        advice = "Position control: targets of the same quantity."
+        if relation.lag == 0 and relation.position > 0.9999:
+            advice = (
+                f"The action is the observation itself, not what was commanded: shift it by a step, or use {action} = "
+            )
+            advice += "next observation."
+        level = WARNING if "itself" in advice else NOTE
+        yield Finding(level, f"{action} = {relation.key} {when} (explains {relation.position:.1%})", advice)
+    elif relation.delta > 0.5:
+        yield Finding(
+            NOTE,
+            f"{action} = change of {relation.key} (correlation {np.sqrt(relation.delta):.2f})",
+            "Delta or velocity control. Errors add up over a chunk; keep chunks short.",
+        )
+    else:
+        yield Finding(
+            NOTE,
+            f"{action} is neither {relation.key} nor its change",
+            "Torques, or another frame or unit. Nothing to do if that is meant.",
+        )
