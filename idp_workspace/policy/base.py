@@ -123,6 +123,15 @@ class GeneratorPolicy(BaseLowdimPolicy, BaseImagePolicy):
         return {}
 
     # ------------------------------------------------------------------ acting
+    def obs_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each entry of an observation at one step."""
+        return {key: tuple(entry.shape) for key, entry in self.generator.entries.items()}
+
+    @property
+    def rgb_keys(self) -> set[str]:
+        """The entries of an observation that are images."""
+        return {key for key, entry in self.generator.entries.items() if entry.rgb}
+
     def sample(self, cond: Tensor, batch: int) -> Tensor:
         """Return normalised action chunks (batch, H, D) for a condition."""
         raise NotImplementedError
