@@ -13,7 +13,7 @@ from diffusion_policy.policy.observation_history import ObservationHistory
 from diffusion_policy.real_world.cadence import CadenceReport
 from diffusion_policy.real_world.clock import SimulatedClock, WallClock
 from diffusion_policy.real_world.limits import ActionLimits
-from diffusion_policy.real_world.planner import Answer, DelayedPlanner, ThreadPlanner
+from diffusion_policy.real_world.planner import Answer, DelayedPlanner, ThreadPlanner, reason
 from diffusion_policy.real_world.schedule import ActionSchedule
 
 Planner = ThreadPlanner | DelayedPlanner
@@ -128,22 +128,25 @@ class ActionChunkExecutor:
     # ------------------------------------------------------------------ before the loop
     def _from_standstill(self, planner: Planner) -> None:
         """Warm the policy up, then make the first chunk from a new observation; the robot is at rest all the while."""
-        for call in range(WARM_UP + 1):
-            self._history.clear()
-            self._history.add(self.read_observation())
-            answer = planner.at_once(self._history.stacked())
-            if answer is None or answer.actions is None:
-                raise RobotFault(f"the policy gave no first chunk: {reason(answer)}")
-            if call == 0:
-                self.report.cold_start = answer.seconds
-        actions = answer.actions
-        if actions.ndim < 2 or len(actions) == 0 or not np.isfinite(actions).all():
-            raise RobotFault(f"the first chunk cannot be used: its shape is {actions.shape}, or it is not finite")
-        self._schedule = ActionSchedule(actions, self.blend)
-        self._sent = actions[0] if self.start is None else self.start
+        seconds, actions = zip(*(self._at_rest(planner) for _ in range(WARM_UP + 1)), strict=True)
+        self.report.cold_start = seconds[0]
+        self._schedule = ActionSchedule(actions[-1], self.blend)
+        self._sent = actions[-1][0] if self.start is None else self.start
         self._asked = 0
         self._unused: Answer | None = None
         self._renewed = self._clock.now()
+
+    def _at_rest(self, planner: Planner) -> tuple[float, np.ndarray]:
+        """Make a chunk from one new observation and wait for it -> its seconds, and the chunk."""
+        self._history.clear()
+        self._history.add(self.read_observation())
+        answer = planner.at_once(self._history.stacked())
+        if answer is None or answer.actions is None:
+            raise RobotFault(f"the policy gave no first chunk: {reason(answer)}")
+        actions = answer.actions
+        if actions.ndim < 2 or len(actions) == 0 or not np.isfinite(actions).all():
+            raise RobotFault(f"the first chunk cannot be used: its shape is {actions.shape}, or it is not finite")
+        return answer.seconds, actions
 
     # ------------------------------------------------------------------ the loop
     def _loop(self, planner: Planner, steps: int | None) -> None:
@@ -201,12 +204,3 @@ class ActionChunkExecutor:
             self._sent = self.limits.apply(action, self._sent)
             self.report.counts["limited"] += not np.array_equal(self._sent, action)
         return self._sent
-
-
-def reason(answer: Answer | None) -> str:
-    """Why there is no usable plan."""
-    if answer is None:
-        return "the worker gave no answer"
-    if answer.error is not None:
-        return f"{type(answer.error).__name__}: {answer.error}"
-    return "the last one came too late or was not finite"

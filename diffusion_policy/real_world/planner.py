@@ -33,6 +33,15 @@ def make(plan: Plan, step: int, history: dict[str, np.ndarray]) -> Answer:
     return Answer(step, time.perf_counter() - started, actions)
 
 
+def reason(answer: Answer | None) -> str:
+    """Why an answer could not be used."""
+    if answer is None:
+        return "the worker gave no answer"
+    if answer.error is not None:
+        return f"{type(answer.error).__name__}: {answer.error}"
+    return "the last one came too late or was not finite"
+
+
 class ThreadPlanner:
     """Plans in a thread, one at a time; the control loop never waits for it.
 
