@@ -3,6 +3,10 @@
     python -m diffusion_policy.scripts.inspect_data PATH
         prints episodes, rate, ranges and findings, writes a page with histograms, trajectories and camera images, and
         ends with the command that trains on the data
+    python -m diffusion_policy.scripts.inspect_data PATH --convert OUT.zarr [--images]
+        writes a replay buffer, the format of Diffusion Policy
+    python -m diffusion_policy.scripts.inspect_data PATH --to-lerobot OUT [--images]
+        writes a LeRobotDataset v3, which lerobot opens: LeRobotDataset("local/name", root="OUT")
 
 PATH is a LeRobotDataset folder (v2.0, v2.1, v3), a folder or file of ALOHA/ACT hdf5 episodes, a robomimic hdf5 file, a
 replay buffer (.zarr), or a folder of npz episodes.
@@ -14,6 +18,7 @@ import argparse
 from pathlib import Path
 
 from diffusion_policy.common.command_line import Parser, reporting
+from diffusion_policy.dataset.conversion import to_lerobot, to_zarr
 from diffusion_policy.dataset.inspection import find, measure
 from diffusion_policy.dataset.inspection.page import page
 from diffusion_policy.dataset.inspection.text import default_page, printable, report, training_commands
@@ -28,7 +33,25 @@ def parser() -> argparse.ArgumentParser:
         "--page", type=Path, help="where to write the page (default: data/outputs/inspection/NAME.html)", metavar="FILE"
     )
     out.add_argument("--skip-broken", action="store_true", help="leave out episodes that cannot be read, and say which")
+    out.add_argument("--convert", type=Path, metavar="OUT.zarr", help="write a replay buffer instead of a report")
+    out.add_argument("--to-lerobot", type=Path, metavar="OUT", help="write a LeRobotDataset v3 instead of a report")
+    out.add_argument("--images", action="store_true", help="convert the images of all cameras, too")
+    out.add_argument("--fps", type=float, help="steps per second for --to-lerobot, if the recordings do not tell")
     return out
+
+
+def convert(recordings: Recordings, arguments: argparse.Namespace) -> None:
+    """Write the recordings in other formats."""
+    if arguments.convert:
+        to_zarr(recordings, arguments.convert, arguments.images)
+        print(printable(f"{arguments.convert}: {len(recordings)} episodes, {sum(recordings.lengths)} steps."))
+    if arguments.to_lerobot:
+        names = to_lerobot(recordings, arguments.to_lerobot, arguments.images, arguments.fps)
+        changed = "".join(f" {key} is {name}." for key, name in names.items() if key != name)
+        text = f"{arguments.to_lerobot}: {len(recordings)} episodes, {sum(recordings.lengths)} steps.{changed}"
+        print(printable(text))
+    for reason in recordings.left_out:
+        print(printable(f"left out: {reason}"))
 
 
 def inspect(recordings: Recordings, file: Path | None) -> None:
@@ -46,7 +69,11 @@ def inspect(recordings: Recordings, file: Path | None) -> None:
 def main() -> None:
     arguments = parser().parse_args()
     with reporting():
-        inspect(open_recordings(arguments.path, arguments.skip_broken), arguments.page)
+        recordings = open_recordings(arguments.path, arguments.skip_broken)
+        if arguments.convert or arguments.to_lerobot:
+            convert(recordings, arguments)
+        else:
+            inspect(recordings, arguments.page)
 
 
 if __name__ == "__main__":

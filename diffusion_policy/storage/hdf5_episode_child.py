@@ -15,7 +15,6 @@ MAX_TEXT = 100_000
 
 def load() -> None:
     """Import what the questions need, before memory is limited."""
-    import cv2  # noqa: F401
     import h5py  # noqa: F401
     import numpy  # noqa: F401
 

@@ -13,7 +13,6 @@ MAX_TEXT_ROWS = 2_000_000
 
 def load() -> None:
     """Import what the questions need, before memory is limited."""
-    import cv2  # noqa: F401
     import pyarrow.parquet  # noqa: F401
 
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +125,12 @@ class Recordings:
             if found != expected:
                 raise DataError(f"{camera} has {found} images, but {expected} steps.")
 
+    def keep(self, indices: Sequence[int]) -> None:
+        """Forget all other episodes."""
+        for name in ("lengths", "episode_names", "task_of", "places"):
+            values = getattr(self, name)
+            setattr(self, name, [values[index] for index in indices])
+
     @property
     def action_key(self) -> str | None:
         """The feature that holds the actions, if one has the usual name."""
@@ -190,13 +196,7 @@ class Recordings:
                 self.episode(index)
                 self.timestamps(index)
                 good.append(index)
-        self._keep(good)
-
-    def _keep(self, indices: Iterable[int]) -> None:
-        indices = list(indices)
-        for name in ("lengths", "episode_names", "task_of", "places"):
-            values = getattr(self, name)
-            setattr(self, name, [values[index] for index in indices])
+        self.keep(good)
 
 
 def is_camera(shape: tuple[int, ...], dtype: Any) -> bool:

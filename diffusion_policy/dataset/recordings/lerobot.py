@@ -33,12 +33,7 @@ def open_lerobot(path: Path, skip_broken: bool) -> Recordings:
     from diffusion_policy.dataset.recordings.lerobot_v2 import LeRobotV2Recordings
     from diffusion_policy.dataset.recordings.lerobot_v3 import LeRobotV3Recordings
 
-    missing = [name for name in ("pyarrow", "av") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"Reading the LeRobotDataset {path} needs {' and '.join(missing)}: "
-            "pip install 'implicit-drifting-policy[lerobot-data]'."
-        )
+    require_libraries(path)
     info = read_json(path / "meta" / "info.json")
     version = info.get("codebase_version")
     if version not in VERSIONS:
@@ -48,6 +43,16 @@ def open_lerobot(path: Path, skip_broken: bool) -> Recordings:
         )
     kind = LeRobotV3Recordings if version == "v3.0" else LeRobotV2Recordings
     return kind(path, skip_broken, info=info)
+
+
+def require_libraries(path: Path) -> None:
+    """Check that Arrow and FFmpeg are there."""
+    missing = [name for name in ("pyarrow", "av") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"The LeRobotDataset {path} needs {' and '.join(missing)}: "
+            "pip install 'implicit-drifting-policy[lerobot-data]'."
+        )
 
 
 class LeRobotRecordings(Recordings):
