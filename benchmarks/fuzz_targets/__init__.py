@@ -15,6 +15,7 @@ NAMES = {
     "observations": "observations.ObservationTarget",
     "hostile": "hostile.HostileTarget",
     "downloads": "downloads.DownloadTarget",
+    "recordings": "recordings.RecordingsTarget",
 }
 
 

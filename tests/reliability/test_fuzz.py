@@ -19,6 +19,7 @@ CASES = {
     "overrides": 12,
     "hostile": 60,
     "downloads": 24,
+    "recordings": 60,
 }
 
 

@@ -1,7 +1,7 @@
 """What inspect_data finds in recordings, and what it prints and writes."""
 
+import os
 import re
-import shutil
 
 import numpy as np
 import pytest
@@ -177,7 +177,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
 
 def test_the_g1_recording(tmp_path, capsys):
     path = "/work/shared/data/g1_pick_bottle"
-    if not shutil.os.path.isdir(path):
+    if not os.path.isdir(path):
         pytest.skip("the recording of a Unitree G1 is not here")
     facts = measure(open_recordings(path), quiet=True)
     titles = "\n".join(finding.title for finding in find(facts))

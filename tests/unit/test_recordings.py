@@ -3,8 +3,10 @@
 import itertools
 import json
 import multiprocessing
+import os
 import pickle
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -113,7 +115,7 @@ def test_npz(tmp_path):
 
 def test_the_g1_recording():
     path = "/work/shared/data/g1_pick_bottle"
-    if not shutil.os.path.isdir(path):
+    if not os.path.isdir(path):
         pytest.skip("the recording of a Unitree G1 is not here")
     found = open_recordings(path)
     camera = "observation.images.cam_high"
@@ -283,3 +285,19 @@ def test_readers_are_used_again_and_survive_a_fork(lerobot):
     assert lengths == LENGTHS and kept.child.poll() is None
     again = pickle.loads(pickle.dumps(found)).episode(0)
     np.testing.assert_array_equal(again["action"], first["action"])
+
+
+def test_a_reader_that_dies_or_hangs_is_one_clear_line(lerobot):
+    for sent, message in (
+        (signal.SIGKILL, r"episode 1 .*reader crashed \(signal 9\)"),
+        (signal.SIGSTOP, "longer than 0.5 s"),
+    ):
+        found = open_recordings(lerobot)
+        found.episode(0)
+        reader = found.pool.idle[0]
+        reader.time_limit = 0.5
+        os.kill(reader.child.pid, sent)
+        with pytest.raises(DataError, match=message):
+            found.episode(1)
+        assert not found.pool.idle and reader.child.poll() is not None
+        assert found.episode(1)["action"].shape == (9, 4)

@@ -43,8 +43,8 @@ class LeRobotV3Recordings(LeRobotRecordings):
 
     def _table(self, file: Path) -> list[dict[str, Any]]:
         inside(self.path, str(file.relative_to(self.path)), file)
-        if file.stat().st_size > MAX_METADATA_BYTES:
-            raise DataError(f"{file} is too large for metadata.")
+        if not file.is_file() or file.stat().st_size > MAX_METADATA_BYTES:
+            raise DataError(f"{file} is not a file, or too large for metadata.")
         videos = [f"videos/{key}" for key in self.cameras if key not in self.in_table]
         columns = ["episode_index", "tasks", "length", "dataset_from_index", "dataset_to_index"]
         columns += [f"{place}/{part}" for place in ("data", *videos) for part in ("chunk_index", "file_index")]

@@ -54,7 +54,12 @@ class NpzRecordings(Recordings):
         if "episode_ends" not in headers:
             return [length]
         ends = _array(file, "episode_ends", headers)
-        if ends.ndim != 1 or ends.dtype.kind not in "iu" or (np.diff(ends, prepend=0) <= 0).any() or ends[-1] != length:
+        if (
+            ends.ndim != 1
+            or ends.dtype.kind not in "iu"
+            or (np.diff(ends, prepend=0) <= 0).any()
+            or ends[-1:].tolist() != [length]
+        ):
             raise DataError(f"{file}: episode_ends must increase up to the number of steps, {length}.")
         return ends.tolist()
 
@@ -87,6 +92,8 @@ class NpzRecordings(Recordings):
 def _headers(file: Path) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """{key: (shape, dtype)} of a file, without its values. Sizes are compared with those of the archive."""
     headers = {}
+    if not file.is_file():
+        raise DataError(f"{file} is not a regular file.")
     try:
         with zipfile.ZipFile(file) as archive:
             for info in archive.infolist()[:1000]:
