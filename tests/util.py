@@ -22,6 +22,8 @@ def load_config(name: str, *overrides: str) -> DictConfig:
     """Compose and resolve a config by name."""
     with initialize_config_dir(str(ROOT / "config"), version_base=None):
         cfg = compose(name, overrides=list(overrides))
+    if from_data := OmegaConf.select(cfg, "task.from_data"):
+        hydra.utils.get_method(from_data)(cfg)
     OmegaConf.resolve(cfg)
     return cfg
 

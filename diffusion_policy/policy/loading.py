@@ -12,11 +12,11 @@ from omegaconf import OmegaConf
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from diffusion_policy.common.config_util import build, resolve_device
+from diffusion_policy.common.config_util import resolve_device
 from diffusion_policy.common.errors import CheckpointError
 from diffusion_policy.common.memory import readable_bytes
 from diffusion_policy.policy.base_lowdim_policy import BaseLowdimPolicy
-from diffusion_policy.policy.training_hooks import provide_hooks
+from diffusion_policy.policy.represented import build_policy
 from diffusion_policy.storage import checkpoint_io, weights_io
 
 #: What building a policy may allocate beside a few times its weights.
@@ -52,10 +52,9 @@ def policy_of(payload: dict[str, Any], device: torch.device | str = "cpu") -> An
     if OmegaConf.select(cfg, PRETRAINED) is not None:  # the checkpoint's weights replace them
         OmegaConf.update(cfg, PRETRAINED, None)
     with bounded_memory(weights):
-        policy = build(cfg, "policy")
+        policy = build_policy(cfg)
     if not (isinstance(policy, torch.nn.Module) and hasattr(policy, "predict_action")):
         raise CheckpointError(f"the checkpoint holds a {type(policy).__name__}, which is not a policy")
-    provide_hooks(policy)
     try:
         policy.load_state_dict(weights)
     except (RuntimeError, TypeError, AttributeError, KeyError, ValueError) as error:

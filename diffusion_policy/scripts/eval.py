@@ -73,6 +73,11 @@ def parser() -> argparse.ArgumentParser:
         help="network calls per action chunk, for policies that can trade calls for quality; several at once: 9,3,1",
     )
     out.add_argument(
+        "--open-loop",
+        action="store_true",
+        help="without a simulator: compare predicted with recorded actions in the episodes that the training held out",
+    )
+    out.add_argument(
         "--overwrite", action="store_true", help="replace an output folder that already holds an evaluation"
     )
     out.add_argument(
@@ -99,6 +104,8 @@ def default_folder(checkpoint: pathlib.Path, options: argparse.Namespace) -> pat
     """Return the output folder of a checkpoint and these options, in its run folder or export."""
     run = checkpoint if checkpoint.is_dir() else checkpoint.parent
     name = f"eval_{checkpoint.stem}"
+    if options.open_loop:
+        name += "_open_loop"
     if options.n_episodes is not None:
         name += f"_n{options.n_episodes}"
     if options.seeds is not None:
@@ -130,12 +137,14 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     checkpoint = find_checkpoint(options.checkpoint, options.best)
     output = pathlib.Path(options.output_dir) if options.output_dir else default_folder(checkpoint, options)
     check_output(output, options.overwrite)
-    payload = checkpoint_io.load(checkpoint, trust=options.trust_checkpoint, sections=("policy", "task.env_runner"))
+    needed = "task.dataset" if options.open_loop else "task.env_runner"
+    payload = checkpoint_io.load(checkpoint, trust=options.trust_checkpoint, sections=("policy", needed))
     cfg = OmegaConf.create(payload["cfg"])
     policy = policy_of(payload, device)
-    if OmegaConf.select(cfg, "task.env_runner") is None:
+    if not options.open_loop and OmegaConf.select(cfg, "task.env_runner") is None:
         raise ConfigError(
-            "this policy was trained without a simulator (task.env_runner=null), so eval.py cannot evaluate it"
+            "this policy was trained without a simulator (task.env_runner=null): --open-loop compares it with the "
+            "episodes that its training held out"
         )
     for nfe in options.nfe or ():
         set_nfe(policy, nfe)
@@ -145,11 +154,11 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         if options.overwrite and (output / "eval_log.json").exists():
             for media in (output / "media", *output.glob("nfe*/media")):
                 shutil.rmtree(media, ignore_errors=True)
-        log = play(cfg, policy, options, output)
+        log = replay(cfg, policy, options, output) if options.open_loop else play(cfg, policy, options, output)
         log |= {"checkpoint": str(checkpoint), "name": cfg.get("name"), "versions": checkpoint_io.versions()}
         attributes = payload.get("attributes", {})
         log |= {name: attributes.get(name) for name in ("global_step", "dataset")}
-        write(log, output)
+        (write_open_loop if options.open_loop else write)(log, output)
     return log
 
 
@@ -178,6 +187,34 @@ def play(cfg: DictConfig, policy: Any, options: argparse.Namespace, output: path
     if len(logs) > 1:
         log["by_nfe"] = {str(nfe): each for nfe, each in logs.items()}
     return log | {"seeds": options.seeds or "task", "torch_threads": torch.get_num_threads()}
+
+
+def replay(cfg: DictConfig, policy: Any, options: argparse.Namespace, output: pathlib.Path) -> dict[str, Any]:
+    """Replay the held-out episodes, once for each number of network calls; the log is that of the first number."""
+    from diffusion_policy.workspace.measurement import set_nfe
+    from diffusion_policy.workspace.open_loop_report import held_out_episodes, report
+
+    if options.seeds is not None:
+        raise ConfigError("--seeds are starts in a simulator; --open-loop replays the episodes that were held out")
+    dataset = held_out_episodes(cfg)
+    logs: dict[int | None, dict[str, Any]] = {}
+    for nfe in options.nfe or [None]:
+        if nfe is not None:
+            set_nfe(policy, nfe)
+        folder = output / f"nfe{nfe}" if len(options.nfe or ()) > 1 else output
+        logs[nfe] = report(cfg, policy, dataset, options.n_episodes, folder / "media")
+    log = dict(next(iter(logs.values())))
+    return log | ({"by_nfe": {str(nfe): each for nfe, each in logs.items()}} if len(logs) > 1 else {})
+
+
+def write_open_loop(log: dict[str, Any], output: pathlib.Path) -> None:
+    """Write eval_log.json and print the numbers of an open-loop evaluation."""
+    from diffusion_policy.storage import atomic
+    from diffusion_policy.workspace.open_loop_report import table
+
+    atomic.write_text(output / "eval_log.json", json.dumps(log, indent=2, sort_keys=True))
+    print(table(log))
+    print(f"pictures in {output / 'media'}\nwritten to {output / 'eval_log.json'}")
 
 
 def make_runner(cfg: DictConfig, options: argparse.Namespace, output: pathlib.Path) -> Any:

@@ -125,6 +125,10 @@ def train(cfg: DictConfig) -> Any:
     from diffusion_policy.workspace.outlook import announce_preset
     from diffusion_policy.workspace.settings import check_numbers, check_task
 
+    if name := OmegaConf.select(cfg, "task.from_data"):  # a function that reads sizes from the data
+        import hydra
+
+        hydra.utils.get_method(name)(cfg)
     check_task(cfg)
     check_numbers(cfg)
     OmegaConf.resolve(cfg)  # now, so that every ${now:...} is the same moment
@@ -132,6 +136,22 @@ def train(cfg: DictConfig) -> Any:
         raise ConfigError("the config has no _target_, the workspace to run; --help lists the configs")
     announce_preset(cfg)
     return get_class(cfg._target_, BaseWorkspace)(cfg).run()
+
+
+def with_cameras(arguments: Sequence[str], name: str | None) -> list[str]:
+    """The arguments, with the image variant of the config if they choose cameras (task.cameras=[...]).
+
+    The modality decides which encoder and workspace are composed, so it cannot follow from a value of the config.
+    """
+    chosen = any(re.fullmatch(r"task\.cameras=(?!(null|\[\s*\])?$).*", argument) for argument in arguments)
+    if not chosen or any(argument.startswith("modality=") for argument in arguments):
+        return list(arguments)
+    if name is None:
+        return [*arguments, "modality=image"]
+    image = name.replace("lowdim", "image")
+    if image == name or image not in config_names():
+        return list(arguments)
+    return [argument.replace(name, image) if argument.endswith(name) else argument for argument in arguments]
 
 
 def main() -> None:
@@ -154,6 +174,7 @@ def main() -> None:
             check_arguments(known.config_name, others, folders)
         register_resolvers()
         if not known.config_path:
+            sys.argv[1:] = with_cameras(sys.argv[1:], known.config_name)
             register_configs(folders)
         compose_and_train(first_config_dir(folders))
 

@@ -108,7 +108,10 @@ class ReaderPool:
         """As `ReaderProcess.ask`; several questions may be open at the same time."""
         if self.owner != os.getpid():
             self.idle, self.owner = [], os.getpid()
-        process = self.idle.pop() if self.idle else ReaderProcess()
+        try:
+            process = self.idle.pop()
+        except IndexError:  # several threads take from the list
+            process = ReaderProcess()
         whole = False
         try:
             yield from process.ask(what, path, **arguments)

@@ -43,7 +43,8 @@ def acting_config(cfg: dict[str, Any]) -> dict[str, Any]:
         return {name: values[name] for name in names if name in values} if isinstance(values, dict) else {}
 
     out = {name: cfg[name] for name in ("name", "policy") if name in cfg}
-    return out | {"task": part("task", ("name", "env_runner")), "training": part("training", ("seed", "use_ema"))}
+    task = part("task", ("name", "env_runner", "representation"))
+    return out | {"task": task, "training": part("training", ("seed", "use_ema"))}
 
 
 def write(payload: dict[str, Any], folder: str | os.PathLike) -> pathlib.Path:

@@ -15,6 +15,10 @@ from diffusion_policy.common.batch_stream import BatchStream
 from diffusion_policy.common.config_util import build
 from diffusion_policy.common.pytorch_util import dict_apply
 from diffusion_policy.common.random_state import isolated_random_state
+from diffusion_policy.workspace.open_loop import can_replay, evaluate_open_loop
+
+#: Held-out episodes that are replayed during training; eval.py --open-loop replays all.
+VAL_EPISODES = 16
 
 if TYPE_CHECKING:
     from diffusion_policy.workspace.train_workspace import TrainWorkspace
@@ -52,6 +56,10 @@ def evaluate(run: TrainWorkspace, runner: Any, due: Callable[[int], bool]) -> di
         # Last, so that a policy that samples draws the same numbers in the rollouts with and without held-out episodes.
         if due(s.sample_every) and run.val_stream is not None:
             record["val_action_mse_error"] = action_error(policy, run.val_stream, run.device)
+            held_out = run.val_stream.source.dataset
+            if can_replay(held_out):
+                found = evaluate_open_loop(policy, held_out, run.cfg.task.get("fps"), VAL_EPISODES)
+                record |= {f"val/{key}": value for key, value in found.items()}
     return record
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 #: What the training loop logs for any policy, and what the runners of this package do.
 METRICS = ("epoch", "global_step", "lr", "train_loss", "val_loss", "train_action_mse_error", "val_action_mse_error")
+OPEN_LOOP = ("val_open_loop_rmse", "val_variance_explained", "val_jerk_ratio", "val_step_size_ratio")
 SCORES = ("test_mean_score", "train_mean_score", "heldout_mean_score")
 
 
@@ -42,6 +43,8 @@ def check_batch(task: DictConfig, batch: Any) -> None:
     """Raise ConfigError unless a batch of the dataset has the sizes that the task states."""
     if not isinstance(batch, Mapping) or not {"obs", "action"} <= batch.keys():
         raise ConfigError(f"a sample of {task.dataset._target_} must have the entries 'obs' and 'action'")
+    if task.get("representation"):  # the policy converts; its sizes are not those of the data
+        return None
     shape_meta: Any = OmegaConf.to_container(task.shape_meta) if task.get("shape_meta") else {}
     action = (task.get("action_dim"),) if "action_dim" in task else shape_meta.get("action", {}).get("shape")
     _compare("task.action_dim", action and action[0], "actions", batch["action"])
@@ -120,7 +123,7 @@ def check_monitor(run: TrainWorkspace, runner: Any) -> None:
     A runner without a method `check` may log scores of its own.
     """
     topk = run.cfg.checkpoint.topk
-    known = [*METRICS, *SCORES, *(key.replace("/", "_") for key in run.model.metrics())]
+    known = [*METRICS, *SCORES, *OPEN_LOOP, *(key.replace("/", "_") for key in run.model.metrics())]
     named = {"monitor_key": [topk.monitor_key]}
     named["format_str"] = [field for _, field, _, _ in string.Formatter().parse(topk.format_str) if field is not None]
     for setting, keys in named.items() if topk.k > 0 else ():

@@ -227,6 +227,7 @@ def write_summary(run: TrainWorkspace, grid: str | None) -> dict[str, Any]:
     if videos:
         say(f"rollout video   {grid or videos[-1]}")
     say(f"learning curve  {summary['learning_curve']}")
-    if run.cfg.task.get("env_runner") is not None:
-        say(f"next            {shell_command('python', 'eval.py', '--checkpoint', checkpoint)}")
+    if run.cfg.task.get("env_runner") is not None or run.val_stream is not None:
+        how = () if run.cfg.task.get("env_runner") is not None else ("--open-loop",)
+        say(f"next            {shell_command('python', 'eval.py', '--checkpoint', checkpoint, *how)}")
     return summary

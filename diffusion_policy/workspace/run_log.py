@@ -19,6 +19,8 @@ SHOWN = (
     "val_loss",
     "train_action_mse_error",
     "val_action_mse_error",
+    "val/variance_explained",
+    "val/jerk_ratio",
     "test/mean_score",
     "heldout/mean_score",
     "test/lost_episodes",

@@ -79,6 +79,12 @@ NUMBERS = (
     "ema.inv_gamma",
     "task.dataset.val_ratio",
 )
+#: How the best checkpoints are chosen without a simulator, if there are held-out episodes.
+WITHOUT_RUNNER = {
+    "monitor_key": "val_variance_explained",
+    "mode": "max",
+    "format_str": "epoch={epoch:04d}-val_variance_explained={val_variance_explained:.3f}.ckpt",
+}
 #: Values of logging.mode, which are wandb's.
 LOGGING_MODES = ("disabled", "offline", "online", "shared", "dryrun", "run")
 
@@ -204,5 +210,7 @@ def check_sections(cfg: DictConfig) -> None:
         runner = cfg.task.env_runner = None
     if runner is not None:
         section(cfg, "task.env_runner")
+    elif cfg.checkpoint.topk.get("monitor_key") == "test_mean_score" and cfg.task.dataset.get("val_ratio"):
+        cfg.checkpoint.topk.update(WITHOUT_RUNNER)
     if (mode := cfg.logging.get("mode", "disabled")) not in LOGGING_MODES:
         raise ConfigError(f"logging.mode={mode!r} is not one of {', '.join(LOGGING_MODES)}")

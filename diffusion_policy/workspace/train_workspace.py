@@ -19,7 +19,7 @@ from diffusion_policy.common.errors import ConfigError
 from diffusion_policy.common.random_state import RandomState, isolated_random_state, seed_everything
 from diffusion_policy.dataset.identity import dataset_identity
 from diffusion_policy.model.common.lr_scheduler import get_scheduler
-from diffusion_policy.policy.training_hooks import provide_hooks
+from diffusion_policy.policy.represented import build_policy
 from diffusion_policy.workspace import divergence, run_folder
 from diffusion_policy.workspace.base_workspace import BaseWorkspace
 from diffusion_policy.workspace.console import progress_bar
@@ -47,10 +47,9 @@ class TrainWorkspace(BaseWorkspace):
         check_sections(cfg)
         self.settings = TrainingSettings.from_config(cfg.training)
         seed_everything(self.settings.seed)
-        self.model: Any = build(cfg, "policy")
+        self.model: Any = build_policy(cfg)
         if not (isinstance(self.model, torch.nn.Module) and hasattr(self.model, "compute_loss")):
             raise ConfigError(f"policy._target_={cfg.policy._target_} is not a policy: it has no compute_loss")
-        provide_hooks(self.model)
         self.ema_model: Any = copy.deepcopy(self.model) if self.settings.use_ema else None
         if self.settings.freeze_encoder:
             self.model.obs_encoder.requires_grad_(False)

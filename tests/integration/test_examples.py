@@ -26,6 +26,12 @@ def test_your_own_data(tmp_path):
     assert (tmp_path / "mine.zarr").is_dir()
 
 
+def test_your_own_robot(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    robot = example("your_own_robot")
+    assert robot.main(robot.record_and_train(tmp_path)) < 0.1
+
+
 def test_your_own_objective():
     losses = example("your_own_objective").main()
     assert set(losses) == {"mlp", "transformer", "unet"}

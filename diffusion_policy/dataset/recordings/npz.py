@@ -73,11 +73,12 @@ class NpzRecordings(Recordings):
 
     def _values(self, index: int, key: str) -> np.ndarray:
         file, rows = self.places[index]
-        if self.held is None or self.held[0] != file:
-            self.held = (file, {})
-        if key not in self.held[1]:
-            self.held[1][key] = _array(file, key, _headers(file))
-        return self.held[1][key][rows]
+        held = self.held  # another thread may replace it
+        if held is None or held[0] != file:
+            held = self.held = (file, {})
+        if key not in held[1]:
+            held[1][key] = _array(file, key, _headers(file))
+        return held[1][key][rows]
 
     def _read(self, index: int) -> dict[str, np.ndarray]:
         return {key: self._values(index, key) for key in self.features}
