@@ -2,9 +2,11 @@
 
 import os
 import re
+import shlex
 
 import numpy as np
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from benchmarks import recordings as make
 from diffusion_policy.dataset.inspection import find, measure
@@ -172,7 +174,30 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     for words in ("lerobot v2.1", "episodes   2", "20 Hz", "task 0", "32 x 48, in 2 of 2", "grip", "left out"):
         assert words in out
     assert (tmp_path / "data/outputs/inspection/my set.html").stat().st_size > 5000
-    assert "task=my_data" in out and f'task.path="{folder}"' in out and "preset=cpu" in out
+    numbers, images = out.strip().splitlines()[-2:]
+    common = ["task=my_data", f'task.path="{folder}"', "preset=cpu"]
+    assert shlex.split(numbers) == [
+        *("python", "train.py", "--config-name=train_idp_mlp_lowdim", *common, "task.skip_broken=true")
+    ]
+    assert shlex.split(images)[2:] == [
+        *("--config-name=train_idp_unet_lowdim", *common, f"task.cameras=[{make.CAMERA}]", "task.skip_broken=true")
+    ]
+
+
+def test_the_command_for_images(tmp_path):
+    """Hydra reads back whatever a camera is called; videos that are missing are left out."""
+    folder = make.write_lerobot_v2(tmp_path / "set")
+    recordings = open_recordings(folder)
+    facts = measure(recordings, quiet=True)
+    for name in (make.CAMERA, "it's \\ [my], camera"):
+        recordings.cameras = {name: recordings.cameras.popitem()[1]}
+        facts.missing = {name: []}
+        override = shlex.split(training_commands(facts)[1])[-1]
+        assert OverridesParser.create().parse_override(override).value() == [name]
+    facts.missing[name] = [1]
+    assert "task.skip_broken=true" in training_commands(facts)[1] and "skip" not in training_commands(facts)[0]
+    facts.missing[name] = [0, 1, 2]
+    assert len(training_commands(facts)) == 1
 
 
 def test_the_g1_recording(tmp_path, capsys):

@@ -70,8 +70,8 @@ def _cameras(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 WARNING,
                 f"camera {camera}: {len(missing)} of {total} episodes have no images",
-                f"A policy with this camera can use {total - len(missing)} episodes; one without it, all. First: "
-                f"{facts.recordings.episode_names[missing[0]]}. If they should be there, download or copy them again.",
+                f"With task.cameras, training needs task.skip_broken=true and uses the other {total - len(missing)}; "
+                f"without images it uses all. First: {facts.recordings.episode_names[missing[0]]}.",
             )
 
 
@@ -138,7 +138,7 @@ def _idle(facts: Facts) -> Iterator[Finding]:
     yield Finding(
         WARNING if share > IDLE_LIMIT else NOTE,
         f"the robot stands still in {share:.0%} of the steps ({ends:.0%} before the first or after the last motion)",
-        f"A policy can learn to freeze there. Most: {_list(worst)}. Cut pauses, or let training leave idle steps out.",
+        f"A policy can learn to freeze there. Most: {_list(worst)}. Cut the pauses, or try task.drop_idle=0.01.",
     )
 
 
@@ -204,7 +204,7 @@ def _relation(facts: Facts) -> Iterator[Finding]:
         )
     elif relation.position > 0.8:
         when = f"{relation.lag} steps later" if relation.lag else "at the same step"
-        advice = "Position control: targets of the same quantity."
+        advice = "Position control. task.relative_actions=true learns the way from the current state instead."
         if relation.lag == 0 and relation.position > 0.9999:
             advice = (
                 f"The action is the observation itself, not what was commanded: shift it by a step, or use {action} = "
@@ -216,7 +216,7 @@ def _relation(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             NOTE,
             f"{action} = change of {relation.key} (correlation {np.sqrt(relation.delta):.2f})",
-            "Delta or velocity control. Errors add up over a chunk; keep chunks short.",
+            "Delta or velocity control. Errors add up over a chunk of actions; keep chunks short.",
         )
     else:
         yield Finding(

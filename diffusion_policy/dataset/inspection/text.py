@@ -59,10 +59,18 @@ def report(facts: Facts, findings: Sequence[Finding]) -> str:
 
 
 def training_commands(facts: Facts) -> list[str]:
-    """What to run next: with the numbers, and with the cameras if all episodes that have them suffice."""
-    path = override("task.path", os.path.abspath(facts.recordings.path))
-    common = ["python", "train.py", "--config-name=train_idp_mlp_lowdim", "task=my_data", path, "preset=cpu"]
-    return [shell_command(*common)]
+    """What to run next: with the numbers alone and, if there are images, with all cameras."""
+    recordings = facts.recordings
+    common = ["task=my_data", override("task.path", os.path.abspath(recordings.path)), "preset=cpu"]
+    whole = len(facts.whole) == len(recordings)
+    skip = ["task.skip_broken=true"] if recordings.left_out else []
+    commands = [["--config-name=train_idp_mlp_lowdim", *common, *skip]]
+    if recordings.cameras and facts.whole:
+        skip = skip if whole else ["task.skip_broken=true"]
+        names = [override("", camera)[1:] for camera in recordings.cameras]
+        cameras = f"task.cameras=[{','.join(names)}]"
+        commands.append(["--config-name=train_idp_unet_lowdim", *common, cameras, *skip])
+    return [shell_command("python", "train.py", *command) for command in commands]
 
 
 def default_page(path: Path) -> Path:
