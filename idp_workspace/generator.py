@@ -97,4 +97,4 @@ class Generator:
 
 def per_sample(time: float | Tensor, action: Tensor) -> Tensor:
     """Return a time for each sample, (B,)."""
-    return torch.as_tensor(time, dtype=action.dtype, device=action.device).expand(len(action))
+    return torch.as_tensor(time, dtype=action.dtype, device=action.device).expand(action.shape[0])

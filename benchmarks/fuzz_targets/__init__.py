@@ -16,6 +16,7 @@ NAMES = {
     "hostile": "hostile.HostileTarget",
     "downloads": "downloads.DownloadTarget",
     "recordings": "recordings.RecordingsTarget",
+    "onnx": "onnx_files.OnnxTarget",
 }
 
 

@@ -91,6 +91,7 @@ class RobomimicRunner(RolloutRunner):
             n_obs_steps=n_obs_steps,
             **rollouts,
         )
+        self.control_hz = env_args.get("env_kwargs", {}).get("control_freq")
 
     def start_options(self, split: str, seed: int) -> dict[str, Any] | None:
         state = self.first_states[seed] if split == "train" else recorded_start(self.env_name, seed)

@@ -111,6 +111,8 @@ class RolloutRunner:
         self._make_env = functools.partial(
             make_rollout_env, env_cls, env_kwargs, n_obs_steps + n_latency_steps, n_action_steps, max_steps, fps, crf
         )
+        rate = getattr(env_cls, "control_hz", None)
+        self.control_hz: float | None = rate if isinstance(rate, (int, float)) else None  # if known without an instance
         self._slots: SyncSlots | AsyncSlots | None = None
         self._n_slots = 0
         self._ever_built = False

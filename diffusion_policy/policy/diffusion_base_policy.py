@@ -78,6 +78,11 @@ class DiffusionBasePolicy(ModuleAttrMixin, TrainingHooks):
     def nfe(self, steps: int) -> None:
         self.num_inference_steps = steps
 
+    @property
+    def rgb_keys(self) -> set[str]:
+        """Entries of an observation that are images."""
+        return set()
+
     def obs_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each entry of an observation at one step."""
         raise NotImplementedError
@@ -127,7 +132,7 @@ class DiffusionBasePolicy(ModuleAttrMixin, TrainingHooks):
         """Features (B, To, obs_dim) -> normalised trajectory (B, T, D); with in-painting, D = action_dim + obs_dim."""
         n_step = self.n_action_steps if self.pred_action_steps_only else self.horizon
         width = self.action_dim + (self.obs_dim if self.inpainting else 0)
-        data = torch.zeros(len(features), n_step, width, dtype=features.dtype, device=features.device)
+        data = torch.zeros(features.shape[0], n_step, width, dtype=features.dtype, device=features.device)
         mask = torch.zeros_like(data, dtype=torch.bool)
         if self.inpainting:
             data[:, : self.n_obs_steps, self.action_dim :] = features
@@ -139,13 +144,18 @@ class DiffusionBasePolicy(ModuleAttrMixin, TrainingHooks):
     def predict_action(self, obs_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """{key: (B, >=To, ...)} -> {'action': (B, Ta, Da), 'action_pred': (B, T, Da)}, with `predicted_obs`."""
         self.check_obs(obs_dict)
-        sample = self.sample(self.encode(self.observation_of(obs_dict), self.n_obs_steps))
-        action_pred = self.normalizer["action"].unnormalize(sample[..., : self.action_dim])
-        if not bool(torch.isfinite(action_pred).all()):
+        result = self.act(obs_dict)
+        if not bool(torch.isfinite(result["action_pred"]).all()):
             raise ConfigError(
                 "The predicted actions are not finite: either the observation holds numbers far beyond those of the "
                 "dataset, or the weights are broken and an earlier checkpoint is needed."
             )
+        return result
+
+    def act(self, obs_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Compute `predict_action` without looking at values, so that it can be compiled or exported as one graph."""
+        sample = self.sample(self.encode(self.observation_of(obs_dict), self.n_obs_steps))
+        action_pred = self.normalizer["action"].unnormalize(sample[..., : self.action_dim])
         action = action_pred if self.pred_action_steps_only else action_pred[:, self.executed]
         return {"action": action, "action_pred": action_pred, **self.predicted_obs(sample)}
 

@@ -48,7 +48,11 @@ class DiffusionImagePolicy(DiffusionBasePolicy, BaseImagePolicy):
         )
         self.obs_feature_dim = self.obs_dim
         self.shapes = {key: tuple(entry["shape"]) for key, entry in shape_meta["obs"].items()}
-        self.rgb_keys = {key for key, entry in shape_meta["obs"].items() if entry.get("type") == "rgb"}
+        self._rgb_keys = {key for key, entry in shape_meta["obs"].items() if entry.get("type") == "rgb"}
+
+    @property
+    def rgb_keys(self) -> set[str]:
+        return self._rgb_keys
 
     def obs_shapes(self) -> dict[str, tuple[int, ...]]:
         return self.shapes

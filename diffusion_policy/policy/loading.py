@@ -31,8 +31,8 @@ def load_policy(
     """Load a policy to act with: in eval mode, on `device`, with the averaged weights if the run kept them.
 
     Args:
-        path: a checkpoint (.ckpt), a run folder, or a folder of exported weights.
-        device: auto (cuda, then mps, then cpu), cpu, cuda, cuda:1, mps.
+        path: a checkpoint (.ckpt), a run folder, a folder of exported weights, or an exported graph (.onnx).
+        device: auto (cuda, then mps, then cpu), cpu, cuda, cuda:1, mps. A graph runs on the CPU.
         best: of a run folder, the checkpoint with the best monitored score instead of the latest.
         trust: open a pickled (upstream) checkpoint, or one that names classes of other packages. This runs code from
             the file.
@@ -47,6 +47,10 @@ def load_policy(
 
 def policy_of(payload: dict[str, Any], device: torch.device | str = "cpu") -> Any:
     """Return the policy of a loaded checkpoint, as `load_policy` does."""
+    if "onnx" in payload:
+        from diffusion_policy.policy.onnx_policy import onnx_policy
+
+        return onnx_policy(payload["onnx"])
     weights = payload["state_dicts"][weights_io.acting_weights(payload)]
     cfg = OmegaConf.create(payload["cfg"])
     if OmegaConf.select(cfg, PRETRAINED) is not None:  # the checkpoint's weights replace them

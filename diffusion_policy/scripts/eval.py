@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
         "-c",
         "--checkpoint",
         required=True,
-        help="a .ckpt file of a training run, its run folder, or a folder of exported weights",
+        help="a .ckpt file of a run, its run folder, a folder of exported weights, or an exported graph (.onnx)",
     )
     out.add_argument(
         "--best", action="store_true", help="of a run folder: the checkpoint with the best score, not the latest"
@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
 def default_folder(checkpoint: pathlib.Path, options: argparse.Namespace) -> pathlib.Path:
     """Return the output folder of a checkpoint and these options, in its run folder or export."""
     run = checkpoint if checkpoint.is_dir() else checkpoint.parent
-    name = f"eval_{checkpoint.stem}"
+    name = f"eval_{checkpoint.stem}{'_onnx' * (checkpoint.suffix == '.onnx')}"
     if options.open_loop:
         name += "_open_loop"
     if options.n_episodes is not None:

@@ -5,7 +5,7 @@ A checkpoint is one torch.save file of dicts, lists, numbers, strings and tensor
     format, cfg, state_dicts {name: state}, attributes {name: value}, versions
 
 Upstream's checkpoints are dill pickles, which run code when they are opened; they need trust=True. `load` also reads
-exported weights, a folder with `model.safetensors` and `config.json` (see weights_io).
+exported weights, a folder with `model.safetensors` and `config.json` (see weights_io), and exported graphs (onnx_io).
 """
 
 from __future__ import annotations
@@ -97,6 +97,10 @@ def load(
         from diffusion_policy.storage import weights_io
 
         payload = weights_io.read(path)
+    elif path.is_file() and path.suffix == ".onnx":
+        from diffusion_policy.storage import onnx_io
+
+        payload = onnx_io.read(path)
     elif path.is_file():
         require_memory(path)
         payload = _read(path, trust)

@@ -44,13 +44,17 @@ def counting(policy: Any) -> Iterator[dict[str, Any]]:
     def called(*_: Any) -> None:
         counter["network"] += 1
 
-    handle = policy.model.register_forward_hook(called)
+    network = getattr(policy, "model", None)  # an exported graph has none
+    handle = network.register_forward_hook(called) if network is not None else None
     policy.predict_action = predict_action
     try:
         yield counter
     finally:
-        handle.remove()
         del policy.predict_action
+        if handle is not None:
+            handle.remove()
+        else:
+            counter["network"] = counter["chunks"] * policy.nfe
 
 
 def report(runner: Any, policy: Any, counter: dict[str, Any], device: torch.device) -> dict[str, Any]:

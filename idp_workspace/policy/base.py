@@ -11,7 +11,7 @@ from torch import Tensor
 from diffusion_policy.model.common.normalizer import LinearNormalizer
 from diffusion_policy.policy.base_image_policy import BaseImagePolicy
 from diffusion_policy.policy.base_lowdim_policy import BaseLowdimPolicy
-from idp_workspace.observation import all_finite, as_floats, check_chunks, check_keys, check_observation, check_sample
+from idp_workspace.observation import all_finite, as_floats, check_chunks, check_observation, check_sample
 from idp_workspace.options import Options, split_options
 from idp_workspace.upstream_arguments import UpstreamArguments, build_generator
 
@@ -80,6 +80,11 @@ class GeneratorPolicy(BaseLowdimPolicy, BaseImagePolicy):
         """Check an observation in the units of the dataset, and normalise it for `generator.encode`."""
         g = self.generator
         check_observation({"obs": obs} if g.obs_dim is not None else obs, g.entries, g.n_obs_steps, finite)
+        return self.normalised(obs)
+
+    def normalised(self, obs: Any) -> Tensor | dict[str, Tensor]:
+        """Normalise an observation that is known to fit."""
+        g = self.generator
         if g.obs_dim is not None:
             return self.normalizer["obs"].normalize(obs)
         floats = as_floats(obs, g.entries, g.n_obs_steps)
@@ -142,17 +147,22 @@ class GeneratorPolicy(BaseLowdimPolicy, BaseImagePolicy):
 
         Images are uint8, or floats in [0, 1]. Returns 'action' (B, Ta, Da), to execute, and 'action_pred' (B, H, Da).
         """
-        check_keys(obs_dict, self.generator.entries)
-        obs = self.normalise_observation(obs_dict if self.obs_dim is None else obs_dict["obs"])
-        cond = self.generator.encode(obs)
-        chunk = self.sample(cond, len(cond))
-        check_sample(type(self).__name__, chunk, (len(cond), self.generator.horizon, self.action_dim))
-        prediction = self.normalizer["action"].unnormalize(chunk)
-        if not all_finite(prediction):
+        check_observation(obs_dict, self.generator.entries, self.n_obs_steps)
+        result = self.act(obs_dict)
+        if not all_finite(result["action_pred"]):
             raise ValueError(
                 f"{type(self).__name__} predicted non-finite actions from a finite observation: the observation is far "
                 "outside the dataset, or the weights are broken; use an earlier checkpoint"
             )
+        return result
+
+    def act(self, obs_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Compute `predict_action` without looking at values, so that it can be compiled or exported as one graph."""
+        cond = self.generator.encode(self.normalised(obs_dict if self.obs_dim is None else obs_dict["obs"]))
+        batch = cond.shape[0]
+        chunk = self.sample(cond, batch)
+        check_sample(type(self).__name__, chunk, (batch, self.generator.horizon, self.action_dim))
+        prediction = self.normalizer["action"].unnormalize(chunk)
         if self.pred_action_steps_only:
             return {"action": prediction, "action_pred": prediction}
         first = self.n_obs_steps - 1 if self.oa_step_convention else self.n_obs_steps

@@ -81,7 +81,7 @@ class OneStepDiffusionPolicy(DistilledPolicy):
 
     def generate(self, cond: Tensor, z: Tensor) -> Tensor:
         """Return A (B, H, D), the action that the noise predicted at step k0 implies."""
-        k = torch.full((len(z),), self.options.start_step, device=z.device)
+        k = torch.full((z.shape[0],), self.options.start_step, device=z.device)
         alpha, sigma = self.levels(k, z)
         return (z - sigma * self.generator(cond, z, self.options.time_scale * k)) / alpha
 

@@ -20,6 +20,7 @@ CASES = {
     "hostile": 60,
     "downloads": 24,
     "recordings": 60,
+    "onnx": 60,
 }
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from einops import rearrange, reduce
+from einops import reduce
 from torch import nn
 
 from diffusion_policy.common.errors import ConfigError
@@ -55,21 +55,28 @@ class CropRandomizer(nn.Module):
             raise ValueError(f"expected images of shape {self.input_shape}, got {tuple(inputs.shape[-3:])}")
         if self.pos_enc:
             inputs = torch.cat([inputs, positions(inputs)], dim=-3)
-        top, left = self.corners(inputs, self.training)
+        return self.random_crops(inputs) if self.is_random() else self.central_crops(inputs)
+
+    def random_crops(self, images: torch.Tensor) -> torch.Tensor:
+        count = len(images), self.num_crops
+        draws = [(torch.rand(count, device=images.device) * free).long() for free in self.room(images)]
+        top, left = (draw.flatten() for draw in draws)
         # A view of all windows (B, C, H', W', crop_height, crop_width); one gather takes those at (top, left).
-        windows = inputs.unfold(-2, self.crop_height, 1).unfold(-2, self.crop_width, 1)
-        image = torch.arange(len(inputs), device=inputs.device).repeat_interleave(self.num_crops)
+        windows = images.unfold(-2, self.crop_height, 1).unfold(-2, self.crop_width, 1)
+        image = torch.arange(len(images), device=images.device).repeat_interleave(self.num_crops)
         return windows[image, :, top, left]
 
-    def corners(self, images: torch.Tensor, random: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """First row and first column of each crop, both (B * num_crops,)."""
-        count = len(images), self.num_crops
-        room = images.shape[-2] - self.crop_height, images.shape[-1] - self.crop_width
-        if random:
-            top, left = ((torch.rand(count, device=images.device) * free).long() for free in room)
-        else:
-            top, left = (torch.full(count, round(free / 2), device=images.device) for free in room)
-        return rearrange(top, "b n -> (b n)"), rearrange(left, "b n -> (b n)")
+    def central_crops(self, images: torch.Tensor) -> torch.Tensor:
+        top, left = (round(free / 2) for free in self.room(images))
+        crops = images[..., top : top + self.crop_height, left : left + self.crop_width].contiguous()
+        return crops if self.num_crops == 1 else crops.repeat_interleave(self.num_crops, dim=0)
+
+    def is_random(self) -> bool:
+        return self.training
+
+    def room(self, images: torch.Tensor) -> tuple[int, int]:
+        """Rows and columns by which the corner of a crop can move."""
+        return images.shape[-2] - self.crop_height, images.shape[-1] - self.crop_width
 
     def forward_out(self, inputs: torch.Tensor) -> torch.Tensor:
         """Average features (B * num_crops, ...) over the crops of an image -> (B, ...)."""
@@ -79,8 +86,8 @@ class CropRandomizer(nn.Module):
 class CenterCrop(CropRandomizer):
     """Takes the central crop, in training too."""
 
-    def corners(self, images: torch.Tensor, random: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        return super().corners(images, random=False)
+    def is_random(self) -> bool:
+        return False
 
 
 def positions(images: torch.Tensor) -> torch.Tensor:

@@ -21,8 +21,8 @@ FEATURE_DIMENSION = 64  # of an image, in robomimic
 class RandomCrop(CropRandomizer):
     """Takes a random crop in evaluation, too, as robomimic 0.2.0 does: two predictions from one image differ."""
 
-    def corners(self, images: torch.Tensor, random: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        return super().corners(images, random=True)
+    def is_random(self) -> bool:
+        return True
 
 
 class ResNet18Conv(nn.Module):

@@ -1,0 +1,85 @@
+"""How long a call takes: percentiles over windows that alternate between the things compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+PERCENTILES = (50, 90, 99)
+WARMUP_SECONDS = 0.5
+
+
+@dataclasses.dataclass
+class Timing:
+    """Milliseconds of calls at batch 1. The warm-up, which is not part of them, is the first call and some more."""
+
+    first_ms: float = 0.0
+    warmup_calls: int = 0
+    warmup_seconds: float = 0.0
+    windows: list[list[float]] = dataclasses.field(default_factory=list)
+
+    def percentile(self, percent: float) -> float:
+        """Return the median over windows: what happens beside the measurement disturbs some of them."""
+        return statistics.median(float(np.percentile(window, percent)) for window in self.windows)
+
+    @property
+    def calls(self) -> int:
+        return sum(map(len, self.windows))
+
+    @property
+    def tail(self) -> float:
+        """p99 / p50, the median over windows."""
+        return statistics.median(float(np.divide(*np.percentile(window, [99, 50]))) for window in self.windows)
+
+    def described(self) -> dict[str, Any]:
+        """The result as JSON."""
+        return {
+            **{f"p{percent}": self.percentile(percent) for percent in PERCENTILES},
+            "max": max(map(max, self.windows)),
+            "p99_over_p50": self.tail,
+            "calls": self.calls,
+            "windows": len(self.windows),
+            "warmup": {"first_ms": self.first_ms, "calls": self.warmup_calls, "seconds": self.warmup_seconds},
+        }
+
+
+def milliseconds(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return 1000 * (time.perf_counter() - start)
+
+
+def warm_up(call: Callable[[], Any]) -> Timing:
+    """Call for WARMUP_SECONDS, and at least twice; the first call may compile or load something."""
+    begun = time.perf_counter()
+    out = Timing(first_ms=milliseconds(call), warmup_calls=1)
+    while out.warmup_calls < 2 or time.perf_counter() - begun < WARMUP_SECONDS:
+        call()
+        out.warmup_calls += 1
+    out.warmup_seconds = time.perf_counter() - begun
+    return out
+
+
+def window(call: Callable[[], Any], calls: int, seconds: float) -> list[float]:
+    """Time `calls` calls; fewer, but at least three, if they take more than `seconds`."""
+    out: list[float] = []
+    deadline = time.perf_counter() + seconds
+    while len(out) < calls and (len(out) < 3 or time.perf_counter() < deadline):
+        out.append(milliseconds(call))
+    return out
+
+
+def measure(
+    tasks: dict[Any, Callable[[], Any]], windows: int = 5, calls: int = 200, seconds: float = 2.0
+) -> dict[Any, Timing]:
+    """Time the tasks in turn, A, B, A, B, ..., so that other load affects all of them."""
+    timings = {name: warm_up(task) for name, task in tasks.items()}
+    for _ in range(windows):
+        for name, task in tasks.items():
+            timings[name].windows.append(window(task, calls, seconds))
+    return timings

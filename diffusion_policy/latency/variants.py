@@ -1,0 +1,92 @@
+"""A policy in the ways it can run: eager, compiled, exported; and the iterative methods on the same network."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from typing import Any
+
+import hydra
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from diffusion_policy.common.config_util import build, config_dir, register_configs, register_resolvers
+from diffusion_policy.common.errors import ConfigError
+from diffusion_policy.export.bundle import onnx_of, use_ddim
+
+#: The methods compared, by label: their objective in config/, their network calls, whether DDIM replaces DDPM.
+METHODS: dict[str, tuple[str, int, bool]] = {
+    "DP": ("diffusion", 100, False),
+    "DDIM": ("diffusion", 10, True),
+    "Flow": ("flow", 9, False),
+    "MIP": ("mip", 2, False),
+}
+#: Arguments of a policy that are not of its objective: networks, sizes and conditioning, by upstream's names.
+NETWORK = (
+    "model", "obs_encoder", "shape_meta", "horizon", "n_obs_steps", "n_action_steps", "obs_dim", "action_dim",
+    "obs_as_cond", "obs_as_global_cond", "obs_as_local_cond", "pred_action_steps_only", "oa_step_convention",
+    "diffusion_step_embed_dim", "down_dims", "kernel_size", "n_groups", "cond_predict_scale", "n_layer",
+    "n_cond_layers", "n_head", "n_emb", "p_drop_emb", "p_drop_attn", "causal_attn", "time_as_cond", "crop_shape",
+    "obs_encoder_group_norm", "eval_fixed_crop", "obs_encoder_width",
+)  # fmt: skip
+BACKENDS = ("eager", "compiled", "ONNX Runtime")
+#: An unrolled graph of more network calls takes minutes to export.
+UNROLLED = 20
+
+
+def stand_in(label: str, policy: Any, section: DictConfig) -> Any:
+    """Return a policy of METHODS[label] with the network of `policy`, whose config is `section`.
+
+    It was not trained for that method: its actions mean nothing, and take as long as those of one that was.
+    """
+    objective, calls, ddim = METHODS[label]
+    register_resolvers()
+    register_configs()
+    with hydra.initialize_config_dir(str(config_dir()), version_base=None):
+        method = hydra.compose("train", [f"objective={objective}"]).policy
+    OmegaConf.resolve(method)
+    options = {key: value for key, value in method.items() if key not in NETWORK}
+    network = {key: value for key, value in section.items() if key in NETWORK}
+    out = build(OmegaConf.create({"policy": {**network, **options}}), "policy")
+    out.set_normalizer(policy.normalizer)
+    if ddim:
+        use_ddim(out, calls)
+    out.nfe = calls
+    return out.eval()
+
+
+def backends(policy: Any) -> dict[str, Any]:
+    """Return the policy by BACKENDS; in place of one that cannot be had, the reason."""
+    return {"eager": policy, "compiled": compiled(policy), "ONNX Runtime": exported(policy)}
+
+
+def exported(policy: Any) -> Any:
+    """Return the exported policy, or why there is none."""
+    if policy.nfe > UNROLLED:
+        return f"{policy.nfe} network calls are too many to unroll into one graph"
+    try:
+        return onnx_of(policy)
+    except ConfigError as error:
+        return str(error)
+
+
+def compiled(policy: Any) -> Any:
+    """Return a copy with compiled networks, or why there is none."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None and shutil.which("clang++") is None:
+        return f"torch.compile needs a C++ compiler, and there is none ({compiler})"
+    out = copy.deepcopy(policy)
+    for network in (out.model, getattr(out, "obs_encoder", None)):
+        if network is not None:
+            network.compile(dynamic=False)
+    return out
+
+
+def trial(policy: Any, obs: dict[str, torch.Tensor]) -> str | None:
+    """Call a policy once; return why it fails, if it does, as a compiler can."""
+    try:
+        policy.predict_action(obs)
+    except Exception as error:  # of any tool that a compiler calls
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return None
