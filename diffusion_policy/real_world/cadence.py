@@ -37,6 +37,7 @@ class CadenceReport:
         self.latencies: list[float] = []  # of plans, in seconds
         self.delays: list[int] = []  # of accepted plans, in control steps
         self.cold_start = 0.0  # seconds of the first call, before the loop
+        self.real_time = False  # whether the loop had real-time priority
         self.fault: str | None = None
         self._due: list[float] = []
         self._times: list[tuple[float, ...]] = []
@@ -72,6 +73,7 @@ class CadenceReport:
         done = len(self._due)
         return {
             "hz": self.hz,
+            "real_time": self.real_time,
             "achieved_hz": self.achieved_hz,
             "steps": done + self.counts["missed"],
             "late_steps": self.late_steps,

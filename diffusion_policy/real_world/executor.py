@@ -14,6 +14,7 @@ from diffusion_policy.real_world.cadence import CadenceReport
 from diffusion_policy.real_world.clock import SimulatedClock, WallClock
 from diffusion_policy.real_world.limits import ActionLimits
 from diffusion_policy.real_world.planner import Answer, DelayedPlanner, ThreadPlanner, reason
+from diffusion_policy.real_world.priority import real_time_priority
 from diffusion_policy.real_world.schedule import ActionSchedule
 
 Planner = ThreadPlanner | DelayedPlanner
@@ -53,6 +54,7 @@ class ActionChunkExecutor:
         watchdog: seconds without a usable chunk after which the run ends with RobotFault.
         patience: seconds that a step may wait for the plan it has asked for. With a policy much faster than a step,
             the plan then counts from this step and not from the next one.
+        real_time: run the loop before all ordinary threads, if the system permits it; see `real_time_priority`.
         planner: where plans are made, given the function; a thread by default.
         clock: real time by default.
     """
@@ -72,6 +74,7 @@ class ActionChunkExecutor:
         start: Any = None,
         watchdog: float = 2.0,
         patience: float = 0.0,
+        real_time: bool = False,
         planner: Callable[[Any], Any] = ThreadPlanner,
         clock: WallClock | SimulatedClock | None = None,
     ):
@@ -91,7 +94,7 @@ class ActionChunkExecutor:
         self.limits = limits or ActionLimits()
         self.hold = None if hold is None else np.asarray(hold, dtype=np.float64)
         self.start = None if start is None else np.asarray(start, dtype=np.float64)
-        self._make_planner, self._clock = planner, clock or WallClock()
+        self._real_time, self._make_planner, self._clock = real_time, planner, clock or WallClock()
         self._history = ObservationHistory(n_obs_steps)
         self.report = CadenceReport(hz)
         self._stopping = False
@@ -114,7 +117,8 @@ class ActionChunkExecutor:
             self._from_standstill(planner)
             gc.collect()
             gc.freeze()  # a collection over torch's modules takes longer than a step
-            self._loop(planner, steps)
+            with real_time_priority(self._real_time) as self.report.real_time:
+                self._loop(planner, steps)
         except RobotFault as fault:
             self.report.fault = str(fault)
             raise

@@ -87,7 +87,7 @@ class ThreadPlanner:
                 self.busy = False
             return answer
 
-    def close(self, timeout: float = 5.0) -> None:
+    def close(self, timeout: float = 60.0) -> None:
         """End the thread after its current plan; a plan that takes longer than `timeout` is left to itself."""
         with self._changed:
             self._closed = True

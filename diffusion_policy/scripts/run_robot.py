@@ -40,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--blend", type=int, default=0, help="steps over which a new chunk fades in (default 0)")
     out.add_argument("--patience", type=float, default=0.0, help="seconds a step may wait for its plan (default 0)")
     out.add_argument("--watchdog", type=float, default=2.0, help="seconds without a plan before it stops (default 2)")
+    out.add_argument("--real-time", action="store_true", help="real-time priority of the loop, if permitted (Linux)")
     out.add_argument("--low", type=float, nargs="+", help="smallest action: one number, or one per dimension")
     out.add_argument("--high", type=float, nargs="+", help="largest action, likewise")
     out.add_argument("--max-step", type=float, nargs="+", help="largest change of the action in one control step")
@@ -104,6 +105,7 @@ def run(options: argparse.Namespace) -> None:
         blend=options.blend,
         patience=options.patience,
         watchdog=options.watchdog,
+        real_time=options.real_time,
         limits=limits_of(options),
     )
     try:

@@ -76,14 +76,13 @@ class Batcher:
     async def _answer(self, group: list[Waiting]) -> None:
         if not group:
             return
-        started = time.perf_counter()
         try:
             histories = {key: np.stack([one.history[key] for one in group]) for key in group[0].history}
-            actions = await asyncio.get_running_loop().run_in_executor(self._pool, self._predict, histories)
+            call = asyncio.get_running_loop().run_in_executor(self._pool, timed, self._predict, histories)
+            actions, seconds = await call
         except Exception as error:
             await self._failed(group, error)
             return
-        seconds = time.perf_counter() - started
         self._metrics.add("batches_total")
         self._metrics.observe("inference_seconds", seconds)
         for one, chunk in zip(group, actions, strict=True):
@@ -96,6 +95,13 @@ class Batcher:
                 await self._answer([one])
         elif not group[0].answer.done():
             group[0].answer.set_exception(explained(error))
+
+
+def timed(predict: Callable[[Histories], np.ndarray], histories: Histories) -> tuple[np.ndarray, float]:
+    """Actions, and the seconds that the policy took for them."""
+    started = time.perf_counter()
+    actions = predict(histories)
+    return actions, time.perf_counter() - started
 
 
 def explained(error: Exception) -> Exception:

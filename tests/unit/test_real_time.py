@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import threading
 
 import numpy as np
@@ -245,6 +246,20 @@ def test_steps_whose_time_has_passed_are_skipped_and_counted():
     report = executor(robot, Timetable(), clock=clock, replan_every=100).run(steps=12)
     assert robot.track.tolist() == [0, 1, 2, 3, 4, 7, 8, 9, 10, 11]  # the actions of steps 5 and 6 were due meanwhile
     assert (report.as_dict()["steps"], report.counts["missed"], report.late_steps) == (12, 2, 3)
+
+
+def test_the_loop_may_have_real_time_priority_and_gives_it_back():
+    """Whether it is granted depends on the system; the run is the same."""
+    robot, policies = Robot(), []
+    before = os.sched_getscheduler(0) if hasattr(os, "sched_getscheduler") else None
+    loop = executor(robot, Timetable(), real_time=True)
+    loop.send_action = lambda action: (robot.send_action(action), before is not None and policies.append(policy()))
+    policy = lambda: os.sched_getscheduler(0) & ~getattr(os, "SCHED_RESET_ON_FORK", 0)
+    report = loop.run(steps=3)
+    assert robot.track.tolist() == [0, 1, 2] and report.as_dict()["real_time"] in (True, False)
+    if before is not None:
+        assert os.sched_getscheduler(0) == before
+        assert (set(policies) == {os.SCHED_FIFO}) == report.real_time
 
 
 def test_stop_ends_the_run():
