@@ -33,6 +33,7 @@ import yaml
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
+from benchmarks import study_open_loop
 from diffusion_policy.common.config_util import get_class, register_resolvers
 from diffusion_policy.common.pytorch_util import dict_apply
 from diffusion_policy.storage import checkpoint_io
@@ -41,6 +42,10 @@ from diffusion_policy.storage.checkpoint_io import versions
 from diffusion_policy.workspace.base_workspace import BaseWorkspace
 from diffusion_policy.workspace.measurement import counting
 
+TIMES = (
+    "Times are medians (p50) of processor time on one thread, at batch 1 for inference, measured one run after the "
+    "other at the end."
+)
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
@@ -96,6 +101,8 @@ def row_of(study: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
             "evaluations": summary["evaluations"],
         }
     log = read_json(folder / "eval/eval_log.json")
+    if open_loop(study):
+        return row | study_open_loop.row(log)
     return row | {
         "score": log["test/mean_score"],
         "interval_95": log["interval_95"],
@@ -169,6 +176,11 @@ def finished_rows(study: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def evaluates(study: dict[str, Any]) -> bool:
     return study.get("eval", []) is not None
+
+
+def open_loop(study: dict[str, Any]) -> bool:
+    """Whether the runs are compared with held-out episodes instead of playing in a simulator."""
+    return "--open-loop" in (study.get("eval") or [])
 
 
 def runs_of(study: dict[str, Any]) -> list[dict[str, Any]]:
@@ -290,6 +302,12 @@ def grid_table(study: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def tables(study: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    if open_loop(study):
+        return study_open_loop.table(rows)
+    return grid_table(study, rows) if "grid" in study else table(rows)
+
+
 def write(study: dict[str, Any], rows: list[dict[str, Any]], command: str, folder: pathlib.Path) -> None:
     """Write results.json and README.md."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -299,12 +317,11 @@ def write(study: dict[str, Any], rows: list[dict[str, Any]], command: str, folde
     paragraphs = [
         f"# {study['title']}",
         study["description"],
-        grid_table(study, rows) if "grid" in study else table(rows),
+        tables(study, rows),
         f"Made by an earlier study: {reused} of {len(rows)} rows (* or `reused` in results.json)." if reused else "",
         study.get("notes", ""),
-        "Times are medians (p50) of processor time on one thread, at batch 1 for inference, measured one run after the "
-        f"other at the end. Made with `{command}`; the command, commit, versions and dataset of every run are in "
-        "results.json.",
+        "" if open_loop(study) else TIMES,
+        f"Made with `{command}`; the command, commit, versions and dataset of every run are in results.json.",
     ]
     text = "\n\n".join(paragraph.strip() for paragraph in paragraphs if paragraph) + "\n"
     write_atomically(folder / "README.md", lambda file: file.write(text.encode()))
@@ -378,6 +395,7 @@ def main(arguments: list[str] | None = None) -> None:
     made = [entry for entry in entries if entry["name"] not in failed]
     # With a grid, the cost of a method does not depend on task and seed: one run per method is enough.
     timed = list({entry["config"]: entry for entry in reversed(made)}.values()) if "grid" in study else made
+    timed = [] if open_loop(study) else timed  # eval.py measures the latency
     for entry in tqdm(timed, desc="times", unit="run", disable=None):
         if not (folder_of(study, entry) / "times.json").is_file():
             measure(study, entry)
