@@ -21,6 +21,7 @@ BENCHMARKS = {
     "step": "a training step of IDP and of Naive Drifting beside MIP's",
     "methods": "a training step of every method beside regression's",
     "data": "fetching a batch: share of a training step, gain over sample by sample, memory of images",
+    "recordings": "recordings with videos: speed of decoding, share of a training step for a batch",
     "inference": "predict_action beside its bare network, Diffusion Policy beside IDP",
     "env": "steps of the PushT environment beside gym-pusht's",
     "robomimic": "evaluations on robomimic's tasks: steps per second by task and workers",
