@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -18,12 +17,12 @@ def plot_episode(episode: Episode, names: Sequence[str], fps: float | None, path
     """Draw the recorded actions of an episode and the predicted chunks, one panel per dimension."""
     figure, axes = _figure(min(len(names), MOST), f"episode {episode.number}: recorded actions and predicted chunks")
     time = np.arange(len(episode.recorded)) / (fps or 1.0)
-    starts = [*np.flatnonzero(episode.chunk_step == 0), len(time)]
+    number = np.cumsum(episode.chunk_step == 0)
+    chunks = [np.where((number % 2 == odd)[:, None], episode.predicted, np.nan) for odd in (1, 0)]  # drawn with gaps
     for dim, axis in enumerate(axes):
         axis.plot(time, episode.recorded[:, dim], color="0.6", linewidth=2, label="recorded")
-        for number, (begin, end) in enumerate(itertools.pairwise(starts)):
-            label = "predicted" if number == 0 else None
-            axis.plot(time[begin:end], episode.predicted[begin:end, dim], color=f"C{number % 2}", lw=1, label=label)
+        for values, color, label in zip(chunks, ("C0", "C1"), ("predicted", None), strict=True):
+            axis.plot(time, values[:, dim], color=color, linewidth=1, label=label)
         axis.set_title(names[dim], fontsize=8)
         axis.tick_params(labelsize=7)
     axes[0].legend(fontsize=7)

@@ -2,12 +2,14 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from benchmarks.recordings import CAMERA, write_lerobot_v2, write_npz
 from diffusion_policy import load_policy
@@ -280,16 +282,33 @@ def test_open_loop_needs_held_out_episodes(tmp_path, capsys):
 
 
 # ---------------------------------------------------------------------- commands
+def test_two_commands_from_a_folder_to_a_training_run(lerobot, tmp_path):
+    """The commands that inspect_data prints train on the data as they are, from the state and from images."""
+    inspect = run("-m", "diffusion_policy.scripts.inspect_data", str(lerobot), cwd=tmp_path)
+    assert inspect.returncode == 0, inspect.stderr
+    printed = [line.strip() for line in inspect.stdout.splitlines() if line.strip().startswith("python train.py")]
+    assert len(printed) == 2 and "task.cameras" in printed[1]
+    for number, command in enumerate(printed):
+        small = ["preset=debug", f"hydra.run.dir={tmp_path / str(number)}", f"task.cache_dir={tmp_path}"]
+        words = [word for word in shlex.split(command)[2:] if not word.startswith("preset=")]
+        done = run(str(ROOT / "train.py"), *words, *small, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "val/variance_explained" in done.stdout
+        cfg = OmegaConf.load(tmp_path / str(number) / "config.yaml")
+        assert cfg.task.action_dim == 4 and ("shape_meta" in cfg.policy) == bool(number)
+    assert load_policy(tmp_path / "1").obs_dim is None
+
+
 def test_other_formats_and_a_missing_path(tmp_path):
     cfg = load_config("train_idp_mlp_lowdim", *overrides(write_npz(tmp_path / "takes", (30, 30))))
     assert cfg.task.obs_dim == 4 and cfg.task.fps == 20
-    done = run("train.py", "task=my_data", "preset=debug", cwd=tmp_path)
+    done = run(str(ROOT / "train.py"), "task=my_data", "preset=debug", cwd=tmp_path)
     assert done.returncode == 2 and "task.path" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-def run(script, *arguments, cwd=ROOT):
+def run(*arguments, cwd=ROOT):
     return subprocess.run(
-        [sys.executable, str(ROOT / script), *arguments],
+        [sys.executable, *arguments],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
