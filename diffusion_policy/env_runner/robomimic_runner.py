@@ -45,7 +45,7 @@ class RobomimicRunner(RolloutRunner):
         n_envs: int | None = None,
         stop_on_success: bool = True,
         vector: str = "async",
-        n_latency_steps: int = 0,
+        n_latency_steps: int | str = 0,
         max_steps: int = 400,
         n_obs_steps: int = 2,
         **rollouts: Any,

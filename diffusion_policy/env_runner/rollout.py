@@ -47,6 +47,7 @@ class RolloutRunner:
         n_heldout: further episodes, reported as 'heldout/...', for protocols whose test seeds the demonstrations share.
         heldout_start_seed: the first of their seeds.
         n_latency_steps: age in steps of the observations that the policy sees; as many of its actions are dropped.
+            'measured' takes the policy's latency on this machine at the environment's rate, before the first episode.
         past_action: also pass the last n_obs_steps - 1 executed actions as 'past_action'.
         n_envs: environments per batch, None for all at once.
         vector: 'sync' steps the environments in this process, 'async' in one process each. 'async' is faster when a
@@ -74,7 +75,7 @@ class RolloutRunner:
         max_steps: int = 200,
         n_obs_steps: int = 8,
         n_action_steps: int = 8,
-        n_latency_steps: int = 0,
+        n_latency_steps: int | str = 0,
         fps: int = 10,
         crf: int = 22,
         past_action: bool = False,
@@ -90,6 +91,8 @@ class RolloutRunner:
             raise ConfigError(f"vector must be 'sync' or 'async', not {vector!r}")
         if n_envs is not None and n_envs < 1:
             raise ConfigError(f"n_envs must be at least 1, or null for all episodes at once, not {n_envs}")
+        if n_latency_steps != "measured" and (not isinstance(n_latency_steps, int) or n_latency_steps < 0):
+            raise ConfigError(f"n_latency_steps must be a whole number or 'measured', not {n_latency_steps!r}")
         if worker_timeout is not None and not worker_timeout > 0:
             raise ConfigError(
                 f"worker_timeout must be a positive number of seconds, or null for none, not {worker_timeout}"
@@ -100,7 +103,8 @@ class RolloutRunner:
         self.n_envs = n_envs or len(self._plan)
         self.n_obs_steps = n_obs_steps
         self.n_action_steps = n_action_steps
-        self.n_latency_steps = n_latency_steps
+        self.measures_latency = n_latency_steps == "measured"
+        self.n_latency_steps = 0 if isinstance(n_latency_steps, str) else n_latency_steps
         self.max_steps = max_steps
         self.past_action = past_action
         self.tqdm_interval_sec = tqdm_interval_sec
@@ -109,7 +113,14 @@ class RolloutRunner:
         self.episodes: list[dict[str, Any]] = []
         self.lost: list[dict[str, Any]] = []
         self._make_env = functools.partial(
-            make_rollout_env, env_cls, env_kwargs, n_obs_steps + n_latency_steps, n_action_steps, max_steps, fps, crf
+            make_rollout_env,
+            env_cls,
+            env_kwargs,
+            n_obs_steps=n_obs_steps + self.n_latency_steps,
+            n_action_steps=n_action_steps,
+            max_steps=max_steps,
+            fps=fps,
+            crf=crf,
         )
         rate = getattr(env_cls, "control_hz", None)
         self.control_hz: float | None = rate if isinstance(rate, (int, float)) else None  # if known without an instance
@@ -136,6 +147,8 @@ class RolloutRunner:
         one {split, seed, reason} per lost episode. A split that lost episodes has '<split>/lost_episodes' instead of a
         mean: a mean over fewer episodes is not comparable.
         """
+        if self.measures_latency:
+            self._measure_latency(policy)
         self.episodes, self.lost = [], []
         self._faults = 0
         self._tracebacks: set[str | None] = set()
@@ -159,6 +172,22 @@ class RolloutRunner:
             self.close()  # interrupted slots cannot be stepped again
             raise
         return self._log()
+
+    def _measure_latency(self, policy: Any) -> None:
+        """Set n_latency_steps to the policy's median latency at batch 1, rounded to control steps."""
+        from diffusion_policy.workspace.measurement import latency
+
+        if self.control_hz is None:
+            raise ConfigError("n_latency_steps='measured': the rate of this environment is not known; give a number")
+        split, seed, _ = self._plan[0]
+        episode = {"split": split, "seed": seed, "video": None, "options": self.start_options(split, seed)}
+        batch = self.policy_input(self._get_slots(1).reset([episode]))
+        obs = {key: torch.from_numpy(value).to(policy.device) for key, value in batch.items()}
+        seconds = latency(policy, obs, policy.device)["p50"] / 1000
+        self.n_latency_steps = round(seconds * self.control_hz)
+        log.info("latency %.1f ms: %d control steps at %g Hz", 1000 * seconds, self.n_latency_steps, self.control_hz)
+        self.close()
+        self._make_env.keywords["n_obs_steps"] = self.n_obs_steps + self.n_latency_steps
 
     def check(self, policy: Any) -> None:
         """Play the first chunk of one episode, so that sizes that do not fit are found before the training.

@@ -43,6 +43,13 @@ def episodes(text: str) -> int:
     return int(text)
 
 
+def delay(text: str) -> int | str:
+    """Read the value of --latency: control steps, or measured."""
+    if text != "measured" and not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number of control steps nor measured")
+    return text if text == "measured" else int(text)
+
+
 def parser() -> argparse.ArgumentParser:
     out = Parser(prog="eval.py", description="Evaluate a checkpoint in its task's environment.")
     out.add_argument(
@@ -76,6 +83,12 @@ def parser() -> argparse.ArgumentParser:
         "--open-loop",
         action="store_true",
         help="without a simulator: compare predicted with recorded actions in the episodes that the training held out",
+    )
+    out.add_argument(
+        "--latency",
+        type=delay,
+        help="control steps between an observation and its first action, or measured: this machine's latency at the "
+        "environment's rate (default: the task's n_latency_steps)",
     )
     out.add_argument(
         "--overwrite", action="store_true", help="replace an output folder that already holds an evaluation"
@@ -112,6 +125,8 @@ def default_folder(checkpoint: pathlib.Path, options: argparse.Namespace) -> pat
         name += f"_{options.seeds}" if options.seeds in SEED_SETS else f"_seed{options.seeds}"
     if options.nfe is not None:
         name += f"_nfe{'-'.join(map(str, options.nfe))}"
+    if options.latency is not None:
+        name += f"_latency{options.latency}"
     return (run.parent if run.name == "checkpoints" else run) / name
 
 
@@ -183,6 +198,7 @@ def play(cfg: DictConfig, policy: Any, options: argparse.Namespace, output: path
             scores = runner.run(policy)
         write_grid(runner, runner.output_dir)
         logs[nfe] = dict(scores) | report(runner, policy, counter, policy.device)
+        logs[nfe]["n_latency_steps"] = getattr(runner, "n_latency_steps", 0)
     log = dict(next(iter(logs.values())))
     if len(logs) > 1:
         log["by_nfe"] = {str(nfe): each for nfe, each in logs.items()}
@@ -228,6 +244,8 @@ def make_runner(cfg: DictConfig, options: argparse.Namespace, output: pathlib.Pa
         changes["n_heldout"] = 0
     if options.n_episodes is not None:
         changes["n_test"] = options.n_episodes
+    if options.latency is not None:
+        changes["n_latency_steps"] = options.latency
     if options.seeds is not None:
         first = SEED_SETS.get(options.seeds, options.seeds)
         changes["test_start_seed"] = OmegaConf.select(cfg, "training.seed", default=0) if first is None else int(first)

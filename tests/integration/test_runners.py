@@ -220,6 +220,26 @@ def test_latency_shows_old_observations_and_drops_the_first_actions(tmp_path):
         small(PushTStateRunner, tmp_path, n_latency_steps=8).run(Policy(diagonal))
 
 
+def test_latency_can_be_measured(tmp_path, monkeypatch):
+    """An environment of 10 Hz and a policy of 180 ms: two control steps."""
+    from diffusion_policy.workspace import measurement
+
+    monkeypatch.setattr(measurement, "latency", lambda policy, obs, device: {"p50": 180.0})
+    runner, policy = small(PushTStateRunner, tmp_path, n_latency_steps="measured"), Policy(diagonal)
+    scores = runner.run(policy)
+    assert runner.n_latency_steps == 2
+    assert scores == small(PushTStateRunner, tmp_path, n_latency_steps=2).run(Policy(diagonal))
+    for wrong in ("soon", -1, 1.5):
+        with pytest.raises(ConfigError, match="n_latency_steps"):
+            small(PushTStateRunner, tmp_path, n_latency_steps=wrong)
+
+
+def test_the_latency_of_a_fast_policy_is_no_step(tmp_path):
+    runner = small(PushTStateRunner, tmp_path, n_latency_steps="measured", max_steps=4)
+    runner.run(Policy(diagonal))
+    assert runner.n_latency_steps == 0
+
+
 def test_an_action_that_is_not_finite_is_an_error_with_its_seed_and_step(tmp_path):
     def act(obs, call):
         action = diagonal(obs, call).clone()
