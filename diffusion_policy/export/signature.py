@@ -80,6 +80,11 @@ def signature_of(policy: Any, draws: Sequence[tuple[int, ...]] = (), rate_hz: fl
         raise ConfigError(
             f"{type(policy).__name__} cannot be exported: it has no obs_shapes(), the shape of each observation's entry"
         )
+    if hasattr(policy, "representation"):
+        raise ConfigError(
+            "this policy converts rotations or relative actions (task.rotations, task.relative_actions), which a graph "
+            "does not hold: serve its checkpoint instead, or train without them"
+        )
     steps = policy.n_obs_steps
     inputs = []
     for key, shape in policy.obs_shapes().items():

@@ -42,7 +42,12 @@ def interface_of(policy: Any) -> PolicyInterface:
             f"{type(policy).__name__} does not tell what it observes: give it a method obs_shapes() that returns "
             "{key: shape at one step}, and the set rgb_keys"
         )
-    return PolicyInterface(entries, int(policy.n_obs_steps), int(policy.n_action_steps), int(policy.action_dim))
+    action_dim = int(policy.action_dim)
+    if hasattr(policy, "representation"):  # its network sees other numbers than the recording has
+        recorded = policy.representation.obs
+        entries = {key: Entry((recorded[key].width,)) if key in recorded else entry for key, entry in entries.items()}
+        action_dim = policy.representation.action.width
+    return PolicyInterface(entries, int(policy.n_obs_steps), int(policy.n_action_steps), action_dim)
 
 
 class ChunkPredictor:

@@ -10,7 +10,9 @@ from scipy.spatial.transform import Rotation as Scipy
 from diffusion_policy.common.errors import ConfigError
 from diffusion_policy.common.representation import Field, Representation, Rotation
 from diffusion_policy.dataset.recorded_representation import representation_of
+from diffusion_policy.export.signature import signature_of
 from diffusion_policy.policy.base_lowdim_policy import BaseLowdimPolicy
+from diffusion_policy.policy.interface import interface_of
 from diffusion_policy.policy.represented import build_policy
 
 
@@ -119,6 +121,17 @@ def test_rotations_are_undone_for_the_robot():
     policy.compute_loss(data)
     assert policy.seen["obs"].shape == (5, 2, 12) and policy.seen["action"].shape == (5, 6, 10)
     torch.testing.assert_close(policy.predict_action({"obs": data["obs"]})["action_pred"], data["action"])
+
+
+def test_robots_and_servers_see_the_recorded_sizes():
+    both = {key: {"start": 3, "from": "quaternion"} for key in ("state", "action")}
+    policy = represented(rotations=both, relative=True)
+    policy.obs_dim, policy.action_dim = 12, 10
+    interface = interface_of(policy)
+    assert interface.observation["obs"].shape == (10,) and interface.action_dim == 8
+    policy.obs_shapes = lambda: {"obs": (12,)}
+    with pytest.raises(ConfigError, match="serve its checkpoint"):
+        signature_of(policy)
 
 
 def test_a_damaged_section_is_one_line():
