@@ -23,6 +23,7 @@ BENCHMARKS = {
     "data": "fetching a batch: share of a training step, gain over sample by sample, memory of images",
     "recordings": "recordings with videos: speed of decoding, share of a training step for a batch",
     "inference": "predict_action beside its bare network, Diffusion Policy beside IDP",
+    "latency": "an action chunk at batch 1 on one core: IDP beside DP, DDIM and MIP, ONNX Runtime beside eager",
     "env": "steps of the PushT environment beside gym-pusht's",
     "robomimic": "evaluations on robomimic's tasks: steps per second by task and workers",
     "pointcloud": "point clouds of MetaWorld: cost of a frame, share of an evaluation, sampling, encoder, workers",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+from collections.abc import Sequence
 from typing import Any
 
 import hydra
@@ -45,10 +46,11 @@ def stand_in(label: str, policy: Any, section: DictConfig) -> Any:
     register_configs()
     with hydra.initialize_config_dir(str(config_dir()), version_base=None):
         method = hydra.compose("train", [f"objective={objective}"]).policy
-    OmegaConf.resolve(method)
-    options = {key: value for key, value in method.items() if key not in NETWORK}
-    network = {key: value for key, value in section.items() if key in NETWORK}
-    out = build(OmegaConf.create({"policy": {**network, **options}}), "policy")
+    theirs, ours = (OmegaConf.to_container(part, resolve=True) for part in (method, section))
+    assert isinstance(theirs, dict) and isinstance(ours, dict)
+    arguments = {key: value for key, value in theirs.items() if key not in NETWORK}
+    arguments |= {key: value for key, value in ours.items() if key in NETWORK}
+    out = build(OmegaConf.create({"policy": arguments}), "policy")
     out.set_normalizer(policy.normalizer)
     if ddim:
         use_ddim(out, calls)
@@ -56,9 +58,10 @@ def stand_in(label: str, policy: Any, section: DictConfig) -> Any:
     return out.eval()
 
 
-def backends(policy: Any) -> dict[str, Any]:
-    """Return the policy by BACKENDS; in place of one that cannot be had, the reason."""
-    return {"eager": policy, "compiled": compiled(policy), "ONNX Runtime": exported(policy)}
+def backends(policy: Any, names: Sequence[str] = BACKENDS) -> dict[str, Any]:
+    """Return the policy by backend; in place of one that cannot be had, the reason."""
+    makers = dict(zip(BACKENDS, (lambda policy: policy, compiled, exported), strict=True))
+    return {name: makers[name](policy) for name in names}
 
 
 def exported(policy: Any) -> Any:

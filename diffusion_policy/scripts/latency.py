@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from diffusion_policy.common.command_line import Parser, reporting
@@ -65,18 +66,26 @@ def name_of(bundle: Any) -> str:
     return bundle.signature.policy.removesuffix("Policy")
 
 
-def compare(policies: dict[str, Any], obs: dict[str, Any], windows: int, calls: int, seconds: float) -> list[Row]:
-    """Time each policy on each backend."""
+def compare(
+    policies: dict[str, Any],
+    obs: dict[str, Any],
+    windows: int,
+    calls: int,
+    seconds: float,
+    others: Sequence[str] | None = None,
+) -> list[Row]:
+    """Time each policy on each backend; those after the first on `others` only, if given."""
     import functools
 
     from diffusion_policy.latency.report import Row
     from diffusion_policy.latency.timing import measure
-    from diffusion_policy.latency.variants import backends, trial
+    from diffusion_policy.latency.variants import BACKENDS, backends, trial
 
     rows: list[Row] = []
     tasks: dict[Any, Any] = {}
     for label, policy in policies.items():
-        for backend, found in backends(policy).items():
+        wanted = others if rows and others is not None else BACKENDS
+        for backend, found in backends(policy, wanted).items():
             reason = found if isinstance(found, str) else None
             row = Row(label, backend, policy.nfe, None, reason or "")
             if reason is None and backend == "compiled":
