@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,10 +87,12 @@ def compiled(policy: Any) -> Any:
     return out
 
 
-def trial(policy: Any, obs: dict[str, torch.Tensor]) -> str | None:
-    """Call a policy once; return why it fails, if it does, as a compiler can."""
+def trial(policy: Any, obs: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """Call a policy once; return how many milliseconds that took, and why it failed, if it did, as a compiler can."""
+    start = time.perf_counter()
+    reason = ""
     try:
         policy.predict_action(obs)
     except Exception as error:  # of any tool that a compiler calls
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    return None
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return 1000 * (time.perf_counter() - start), reason

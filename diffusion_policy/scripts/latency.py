@@ -83,17 +83,17 @@ def compare(
 
     rows: list[Row] = []
     tasks: dict[Any, Any] = {}
+    first: dict[int, float] = {}
     for label, policy in policies.items():
         wanted = others if rows and others is not None else BACKENDS
         for backend, found in backends(policy, wanted).items():
-            reason = found if isinstance(found, str) else None
-            row = Row(label, backend, policy.nfe, None, reason or "")
-            if reason is None and backend == "compiled":
-                row.note = trial(found, obs) or ""
-            if not row.note:
+            first_ms, reason = (0.0, found) if isinstance(found, str) else trial(found, obs)
+            if not reason:
                 tasks[len(rows)] = functools.partial(found.predict_action, obs)
-            rows.append(row)
+                first[len(rows)] = first_ms
+            rows.append(Row(label, backend, policy.nfe, None, reason))
     for number, timing in measure(tasks, windows, calls, seconds).items():
+        timing.first_ms = first[number]
         rows[number].timing = timing
     return rows
 
