@@ -18,6 +18,7 @@ import tempfile
 import time
 import urllib.request
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -122,25 +123,27 @@ def fuzz(checkpoint: pathlib.Path, count: int) -> list[dict[str, Any]]:
 README = """# The policy server
 
 openpi's own client over loopback, the server in a process of its own, one thread, weights at random. `added` is the
-time of a call at the client minus that of the policy's own work in it.
+time of a call at the client minus that of the policy's own work in it. `load` is the machine's when a part began: with
+more than its two cores busy, times are those of waiting for a core.
 
-| what | value | target | met | detail |
-|---|---|---|---|---|
+| what | value | target | met | load | detail |
+|---|---|---|---|---|---|
 {rows}
 
-Load of the machine (average over a minute): {load:.1f}. Made with `{command}`.
+Made with `python -m benchmarks.server`; versions are in results.json.
 """
 
 
-def write(folder: pathlib.Path, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
+def write(folder: pathlib.Path, parts: dict[str, dict[str, Any]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    atomic.write_text(folder / "results.json", json.dumps({**about, "rows": rows}, indent=2) + "\n")
+    atomic.write_text(folder / "results.json", json.dumps(parts, indent=2) + "\n")
     lines = [
-        f"| {r['name']} | {r['value']:.3g} {r['unit']} | {r['target']} | {['NO', 'yes'][r['met']]} | {r['detail']} |"
-        for r in rows
+        f"| {r['name']} | {r['value']:.3g} {r['unit']} | {r['target']} | {['NO', 'yes'][r['met']]} "
+        f"| {part['load_average'][0]:.1f} | {r['detail']} |"
+        for part in parts.values()
+        for r in part["rows"]
     ]
-    text = README.format(rows="\n".join(lines), load=about["load_average"][0], command=about["command"])
-    atomic.write_text(folder / "README.md", text)
+    atomic.write_text(folder / "README.md", README.format(rows="\n".join(lines)))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -150,19 +153,27 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, default=10_000, help="of eight clients (default 10000)")
     parser.add_argument("--calls", type=int, default=1000, help="of one client, timed (default 1000)")
     parser.add_argument("--fuzz", type=int, default=100_000, help="pieces of bad input (default 100000)")
+    parser.add_argument(
+        "--only", nargs="+", choices=("overhead", "clients", "fuzz"), help="parts; others keep their rows"
+    )
     parser.add_argument("--output", type=pathlib.Path, default=ROOT / "results/server")
     options = parser.parse_args(arguments)
-    command = f"python -m benchmarks.server --requests {options.requests} --calls {options.calls} --fuzz {options.fuzz}"
     warnings.filterwarnings("ignore", category=DeprecationWarning)  # of openpi's client with current websockets
-    about = {"command": command, **machine()}
+    before = options.output / "results.json"
+    parts: dict[str, Any] = json.loads(before.read_text()) if before.is_file() else {}
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        rows = overhead(folder, options.calls)
-        small = folder / "train_idp_mlp_lowdim"
-        rows += many_clients(small, options.requests)
-        rows += fuzz(small, options.fuzz)
-    write(options.output, rows, about)
-    print(table(rows))
+        small = export_untrained(folder / "small", "train_idp_mlp_lowdim", "preset=cpu")
+        work: dict[str, Callable[[], list[dict[str, Any]]]] = {
+            "overhead": lambda: overhead(folder, options.calls),
+            "clients": lambda: many_clients(small, options.requests),
+            "fuzz": lambda: fuzz(small, options.fuzz),
+        }
+        for part in options.only or work:
+            about = machine()
+            parts[part] = {**about, "rows": work[part]()}
+            print(table(parts[part]["rows"]), flush=True)
+            write(options.output, {part: parts[part] for part in work if part in parts})
 
 
 if __name__ == "__main__":
