@@ -6,13 +6,16 @@ import subprocess
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks import recordings as make
 from diffusion_policy.common.errors import ConfigError, DataError
 from diffusion_policy.dataset.conversion import lerobot_tables, lerobot_videos, to_lerobot, to_zarr
 from diffusion_policy.dataset.conversion.lerobot_stats import episode_stats, total_stats
+from diffusion_policy.dataset.recorded_dataset import RecordedDataset
 from diffusion_policy.dataset.recordings import open_recordings
 from diffusion_policy.scripts import inspect_data
+from tests.util import equal
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +52,13 @@ def test_from_v2_to_zarr_to_v3_and_back(lerobot, tmp_path, monkeypatch, split):
     assert len(list((tmp_path / "v3/data").rglob("*.parquet"))) == (3 if split else 1)
     assert len(list((tmp_path / "v3/videos").rglob("*.mp4"))) == (3 if split else 1)
     same_numbers(original, again)
+    windows = dict(horizon=6, pad_before=1, pad_after=3)
+    batches = [
+        RecordedDataset(path, ["observation.state"], "action", **windows).get_batch(torch.arange(20))
+        for path in (lerobot, tmp_path / "a.zarr", tmp_path / "v3")
+    ]
+    assert equal(batches[0], batches[1]) and equal(batches[0], batches[2])
+    assert [again.frame_count(index, make.CAMERA) for index in range(3)] == original.lengths
     for index in range(3):
         frames = [np.stack(list(source.frames(index, make.CAMERA))) for source in (original, buffer, again)]
         np.testing.assert_array_equal(frames[0], frames[1])

@@ -2,53 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
+from diffusion_policy.dataset.inspection.dimension_checks import binary, constant, relation, saturated
+from diffusion_policy.dataset.inspection.finding import NOTE, PROBLEM, WARNING, Finding, listed
 from diffusion_policy.dataset.inspection.measure import Facts
-from diffusion_policy.dataset.inspection.vectors import Vector
 
-PROBLEM, WARNING, NOTE = "problem", "warning", "note"
-IDLE_LIMIT, SATURATED_LIMIT, SHORT = 0.1, 0.05, 16
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """level: a problem stops or spoils training, a warning may, a note is good to know."""
-
-    level: str
-    title: str
-    advice: str
+IDLE_LIMIT, SHORT = 0.1, 16
 
 
 def find(facts: Facts) -> list[Finding]:
     """All findings, the most serious first."""
-    checks = (_left_out, _not_finite, _cameras, _frame_counts, _times, _same, _short, _idle, _jumps, _constant)
-    found = [finding for check in (*checks, _saturated, _binary, _relation) for finding in check(facts)]
+    checks = (_left_out, _not_finite, _cameras, _frame_counts, _times, _same, _short, _idle, _jumps)
+    more = (constant, saturated, binary, relation)
+    found = [finding for check in (*checks, *more) for finding in check(facts)]
     return sorted(found, key=lambda finding: (PROBLEM, WARNING, NOTE).index(finding.level))
-
-
-def _used(facts: Facts) -> list[Vector]:
-    """The features that a policy would see: observations and actions."""
-    keys = [*facts.recordings.obs_keys, facts.recordings.action_key]
-    return [facts.vectors[key] for key in keys if key and facts.vectors[key].detailed]
-
-
-def _list(items: Sequence[object], limit: int = 6) -> str:
-    more = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(map(str, items[:limit])) + more
-
-
-def _labels(vectors: Sequence[Vector], name: str) -> list[str]:
-    return [vector.label(int(number)) for vector in vectors for number in np.flatnonzero(getattr(vector, name))]
 
 
 def _left_out(facts: Facts) -> Iterator[Finding]:
     reasons = facts.recordings.left_out
     if reasons:
-        yield Finding(PROBLEM, f"{len(reasons)} episodes or files are left out", _list(reasons, 3))
+        yield Finding(PROBLEM, f"{len(reasons)} episodes or files are left out", listed(reasons, 3))
 
 
 def _not_finite(facts: Facts) -> Iterator[Finding]:
@@ -113,8 +89,8 @@ def _same(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             WARNING,
             f"{sum(len(same) - 1 for same in facts.same)} episodes are copies of others",
-            f"{_list(pairs, 3)}. Copies count twice, and one in the validation split makes its error too small. Remove "
-            "them.",
+            f"{listed(pairs, 3)}. Copies count twice, and one in the validation split makes its error too small: "
+            "remove them.",
         )
 
 
@@ -138,7 +114,7 @@ def _idle(facts: Facts) -> Iterator[Finding]:
     yield Finding(
         WARNING if share > IDLE_LIMIT else NOTE,
         f"the robot stands still in {share:.0%} of the steps ({ends:.0%} before the first or after the last motion)",
-        f"A policy can learn to freeze there. Most: {_list(worst)}. Cut the pauses, or try task.drop_idle=0.01.",
+        f"A policy can learn to freeze there. Most: {listed(worst)}. Cut the pauses, or try task.drop_idle=0.01.",
     )
 
 
@@ -148,7 +124,7 @@ def _jumps(facts: Facts) -> Iterator[Finding]:
         if not jumps:
             continue
         first = f"First: {facts.recordings.episode_names[jumps[0].episode]}, step {jumps[0].step}."
-        labels = _list(sorted({jump.label for jump in jumps}))
+        labels = listed(sorted({jump.label for jump in jumps}))
         if wrapped:
             advice = "Close angles look far apart, and the average of both sides points the wrong way. Unwrap it, or"
             advice += f" use sine and cosine or a rotation matrix. {first}"
@@ -156,71 +132,3 @@ def _jumps(facts: Facts) -> Iterator[Finding]:
         else:
             advice = f"No robot moves like that: lost steps, a reset, or a changed unit. Look at them. {first}"
             yield Finding(WARNING, f"{len(jumps)} jumps within one step: {labels}", advice)
-
-
-def _constant(facts: Facts) -> Iterator[Finding]:
-    labels = _labels(_used(facts), "constant")
-    if labels:
-        yield Finding(
-            NOTE,
-            f"{len(labels)} dimensions never change: {_list(labels)}",
-            "They carry nothing. Harmless; if the robot should move there, its recording is wrong.",
-        )
-
-
-def _saturated(facts: Facts) -> Iterator[Finding]:
-    labels = []
-    for vector in _used(facts):
-        share = np.maximum(vector.at_low, vector.at_high)
-        for number in np.flatnonzero((share > SATURATED_LIMIT) & ~vector.constant & ~vector.binary):
-            labels.append(f"{vector.label(int(number))} {share[number]:.0%}")
-    if labels:
-        yield Finding(
-            NOTE,
-            f"{len(labels)} dimensions stay at their limit: {_list(labels)}",
-            "The share of steps at exactly the lowest or highest value. Normal for fingers that close; for a joint, a "
-            "limit cut off what was commanded.",
-        )
-
-
-def _binary(facts: Facts) -> Iterator[Finding]:
-    labels = _labels(_used(facts), "binary")
-    if labels:
-        yield Finding(
-            NOTE,
-            f"{len(labels)} dimensions have two values, as a gripper: {_list(labels)}",
-            "A policy predicts numbers in between; use a threshold when you act.",
-        )
-
-
-def _relation(facts: Facts) -> Iterator[Finding]:
-    action, relation = facts.recordings.action_key, facts.relation
-    if action is None:
-        advice = f"Features: {_list(list(facts.vectors), 12)}. Name it: task.action_key=..."
-        yield Finding(WARNING, "no feature is called action", advice)
-    elif relation is None:
-        yield Finding(
-            NOTE, "position control or not cannot be told", f"No observation has the shape of {action} to compare with."
-        )
-    elif relation.position > 0.8:
-        when = f"{relation.lag} steps later" if relation.lag else "at the same step"
-        advice = "Position control. task.relative_actions=true learns the way from the current state instead."
-        if relation.lag == 0 and relation.position > 0.9999:
-            advice = (
-                f"The action is the observation itself, not what was commanded: shift it by a step, or use {action} = "
-            )
-            advice += "next observation."
-        level = WARNING if "itself" in advice else NOTE
-        yield Finding(level, f"{action} = {relation.key} {when} (explains {relation.position:.1%})", advice)
-    elif relation.delta > 0.5:
-        yield Finding(
-            NOTE,
-            f"{action} = change of {relation.key} (correlation {np.sqrt(relation.delta):.2f})",
-            "Delta or velocity control. Errors add up over a chunk of actions; keep chunks short.",
-        )
-    else:
-        yield Finding(
-            NOTE,
-            f"{action} is neither {relation.key} nor its change",
-            "Torques, or another frame or unit. Nothing to do if that is meant.",
-        )

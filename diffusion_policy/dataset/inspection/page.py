@@ -9,7 +9,8 @@ import numpy as np
 
 from diffusion_policy.common.errors import DataError
 from diffusion_policy.dataset.inspection import drawing
-from diffusion_policy.dataset.inspection.findings import IDLE_LIMIT, Finding
+from diffusion_policy.dataset.inspection.finding import Finding
+from diffusion_policy.dataset.inspection.findings import IDLE_LIMIT
 from diffusion_policy.dataset.inspection.measure import Facts
 from diffusion_policy.dataset.inspection.text import feature_title, overview
 from diffusion_policy.dataset.inspection.vectors import BINS, Vector

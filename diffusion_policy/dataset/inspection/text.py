@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from diffusion_policy.common.command_line import override, shell_command
-from diffusion_policy.dataset.inspection.findings import Finding
+from diffusion_policy.dataset.inspection.finding import Finding
 from diffusion_policy.dataset.inspection.measure import Facts
 from diffusion_policy.dataset.inspection.vectors import Vector
 

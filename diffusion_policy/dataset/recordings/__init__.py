@@ -8,7 +8,8 @@ for frame in recordings.frames(0, "camera"):    # uint8 (H, W, 3)
     ...
 """
 
-from diffusion_policy.dataset.recordings.base import Camera, Feature, Recordings
+from diffusion_policy.dataset.recordings.base import Recordings
+from diffusion_policy.dataset.recordings.layout import Camera, Feature
 from diffusion_policy.dataset.recordings.opening import KINDS, open_recordings
 
 __all__ = ["KINDS", "Camera", "Feature", "Recordings", "open_recordings"]

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from diffusion_policy.common.errors import DataError
-from diffusion_policy.dataset.recordings.base import Camera, Feature, Recordings, check_same_layout
+from diffusion_policy.dataset.recordings.base import Recordings
 from diffusion_policy.dataset.recordings.hdf5 import MEMORY_PER_BYTE, files_of, members
+from diffusion_policy.dataset.recordings.layout import Camera, Feature, check_same_layout
 
 OBSERVATIONS, IMAGES = "observations/", "observations/images/"
 

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from diffusion_policy.common.errors import ConfigError, DataError, DataNotFoundError
-from diffusion_policy.dataset.recordings.base import Camera, Feature, Recordings
+from diffusion_policy.dataset.recordings.base import Recordings
+from diffusion_policy.dataset.recordings.layout import Camera, Feature
 from diffusion_policy.dataset.recordings.lerobot_features import (
     dimension_names,
     feature_layout,

@@ -48,7 +48,7 @@ class LeRobotV3Recordings(LeRobotRecordings):
         videos = [f"videos/{key}" for key in self.cameras if key not in self.in_table]
         columns = ["episode_index", "tasks", "length", "dataset_from_index", "dataset_to_index"]
         columns += [f"{place}/{part}" for place in ("data", *videos) for part in ("chunk_index", "file_index")]
-        columns += [f"{place}/from_timestamp" for place in videos]
+        columns += [f"{place}/{end}_timestamp" for place in videos for end in ("from", "to")]
         facts, _ = self.pool.ask_once("parquet_texts", file, columns=columns, memory=METADATA_MEMORY)
         missing = [name for name in columns if name not in facts["rows"] and name != "tasks"]
         if missing:
@@ -85,12 +85,21 @@ class LeRobotV3Recordings(LeRobotRecordings):
         return arrays
 
     def _video(self, index: int, camera: str) -> tuple[Path, float]:
-        row = self.places[index]
-        chunk, file_index = _place(row, f"videos/{camera}", self.where)
-        start = row[f"videos/{camera}/from_timestamp"]
-        if not isinstance(start, (int, float)) or not 0 <= start < 1e9:
-            raise DataError(f"its video of {camera} starts at {str(start)[:20]} s.")
-        return self._file("video_path", video_key=camera, chunk_index=chunk, file_index=file_index), float(start)
+        chunk, file_index = _place(self.places[index], f"videos/{camera}", self.where)
+        file = self._file("video_path", video_key=camera, chunk_index=chunk, file_index=file_index)
+        return file, self._seconds(index, camera, "from")
+
+    def _seconds(self, index: int, camera: str, end: str) -> float:
+        value = self.places[index][f"videos/{camera}/{end}_timestamp"]
+        if not isinstance(value, (int, float)) or not 0 <= value < 1e9:
+            raise DataError(f"its video of {camera} goes {end} {str(value)[:20]} s.")
+        return float(value)
+
+    def frame_count(self, index: int, camera: str) -> int | None:
+        """The number of frames between the times that meta/episodes declares."""
+        if camera in self.in_table or not self.fps:
+            return None
+        return round((self._seconds(index, camera, "to") - self._seconds(index, camera, "from")) * self.fps)
 
 
 def _whole(row: Mapping[str, Any], key: str, where: Path) -> int:

@@ -12,8 +12,9 @@ import numpy as np
 
 from diffusion_policy.common.errors import DataError
 from diffusion_policy.common.memory import available_bytes, readable_bytes
-from diffusion_policy.dataset.recordings.base import Camera, Feature, Recordings, check_same_layout, is_camera
+from diffusion_policy.dataset.recordings.base import Recordings
 from diffusion_policy.dataset.recordings.hdf5 import natural_order
+from diffusion_policy.dataset.recordings.layout import Camera, Feature, check_same_layout, is_camera
 
 MAX_FILES = 1_000_000
 

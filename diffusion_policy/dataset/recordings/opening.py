@@ -75,8 +75,14 @@ def _open_hdf5(place: Path, skip_broken: bool) -> Recordings:
     from diffusion_policy.dataset.recordings.robomimic import RobomimicRecordings
 
     files = files_of(place)
-    if len(files) == 1:
+    try:
         found = members(files[0])
-        if any(name.startswith("data/") for name in found["datasets"]):
-            return RobomimicRecordings(files[0], skip_broken, members=found)
+    except DataError:
+        if len(files) == 1 or not skip_broken:
+            raise
+        found = {"datasets": {}}
+    if any(name.startswith("data/") for name in found["datasets"]):
+        if len(files) > 1:
+            raise DataError(f"{place} has {len(files)} robomimic files: give one of them.")
+        return RobomimicRecordings(files[0], skip_broken, members=found)
     return AlohaRecordings(place, skip_broken)

@@ -10,7 +10,8 @@ import numpy as np
 
 from diffusion_policy.common.errors import DataError
 from diffusion_policy.common.replay_buffer import ReplayBuffer
-from diffusion_policy.dataset.recordings.base import Camera, Feature, Recordings, is_camera
+from diffusion_policy.dataset.recordings.base import Recordings
+from diffusion_policy.dataset.recordings.layout import Camera, Feature, is_camera
 from diffusion_policy.storage.zarr_checks import check_chunks
 
 ATTRIBUTE = "recording"  # {fps, tasks, task_of, names} that the arrays cannot hold

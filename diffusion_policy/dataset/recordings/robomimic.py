@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from diffusion_policy.common.errors import DataError
-from diffusion_policy.dataset.recordings.base import Camera, Feature, Recordings, check_same_layout, is_camera
+from diffusion_policy.dataset.recordings.base import Recordings
 from diffusion_policy.dataset.recordings.hdf5 import MEMORY_PER_BYTE, natural_order
+from diffusion_policy.dataset.recordings.layout import Camera, Feature, check_same_layout, is_camera
 
 
 class RobomimicRecordings(Recordings):
