@@ -15,7 +15,8 @@ def plot_learning_curve(log_path: str | pathlib.Path, image_path: str | pathlib.
     """Plot a run's logs.json.txt into a png; returns its path.
 
     Panels: the loss; its terms, if the policy logs them, because a weight that changes during training hides them in
-    the sum; the error of predicted actions, on training and on held-out episodes; the scores of rollouts.
+    the sum; the error of predicted actions, on training and on held-out episodes; the share of the variance of
+    held-out actions that is explained; the scores of rollouts.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -31,6 +32,11 @@ def plot_learning_curve(log_path: str | pathlib.Path, image_path: str | pathlib.
             "action error (mean square, data units)",
             {"train_action_mse_error": "training batch", "val_action_mse_error": "held-out episodes"},
             {"yscale": "log"},
+        ),
+        (
+            "variance explained, held-out episodes",
+            {"val/variance_explained": "policy", "val/hold_variance_explained": "holding the last action"},
+            {},
         ),
         ("mean score", {key: f"{key.split('/')[0]} starts" for key in scores}, {"ylim": (0, 1.02)}),
     ]
