@@ -79,7 +79,7 @@ def test_robomimic(tmp_path):
     found = open_recordings(make.write_robomimic(tmp_path / "demos.hdf5", lengths=(10, *[4] * 11)))
     assert found.kind == "robomimic hdf5" and found.fps == 20 and found.lengths == [10] + [4] * 11
     assert found.obs_keys == ["eef"] and found.action_key == "action" and list(found.cameras) == ["agentview_image"]
-    assert found.episode_names[2].endswith("demo_2")
+    assert found.episode_names[2] == "demo_2 (demos.hdf5)"
     assert open_recordings(tmp_path).kind == "robomimic hdf5"
     np.testing.assert_array_equal(found.episode(10)["eef"], make.episode(4, 10)["state"])
     np.testing.assert_array_equal(np.stack(list(found.frames(1, "agentview_image"))), make.images(4, 1))

@@ -29,7 +29,7 @@ def constant(facts: Facts) -> Iterator[Finding]:
     if labels:
         yield Finding(
             NOTE,
-            f"{len(labels)} dimensions never change: {listed(labels)}",
+            f"dimensions that never change: {listed(labels)}",
             "They carry nothing. Harmless; if the robot should move there, its recording is wrong.",
         )
 
@@ -44,7 +44,7 @@ def saturated(facts: Facts) -> Iterator[Finding]:
     if labels:
         yield Finding(
             NOTE,
-            f"{len(labels)} dimensions stay at their limit: {listed(labels)}",
+            f"dimensions at their limit: {listed(labels)}",
             "The share of steps at exactly the lowest or highest value. Normal for fingers that close; for a joint, a "
             "limit cut off what was commanded.",
         )
@@ -56,7 +56,7 @@ def binary(facts: Facts) -> Iterator[Finding]:
     if labels:
         yield Finding(
             NOTE,
-            f"{len(labels)} dimensions have two values, as a gripper: {listed(labels)}",
+            f"dimensions with two values, as a gripper: {listed(labels)}",
             "A policy predicts numbers in between; use a threshold when you act.",
         )
 

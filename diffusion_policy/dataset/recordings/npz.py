@@ -48,7 +48,7 @@ class NpzRecordings(Recordings):
                         f"{file.name} has {fps} steps per second, the first file {self.fps}: the rates differ."
                     )
                 for number, (start, end) in enumerate(itertools.pairwise([0, *ends])):
-                    name = file.name if len(ends) == 1 else f"episode {number} of {file.name}"
+                    name = file.name if len(ends) == 1 else f"episode {number} ({file.name})"
                     self._add(name, end - start, (file, slice(start, end)))
 
     def _ends(self, file: Path, headers: dict, length: int) -> list[int]:

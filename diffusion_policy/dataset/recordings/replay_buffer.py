@@ -38,7 +38,7 @@ class ReplayBufferRecordings(Recordings):
         task_of = [int(number) for number in _list(facts.get("task_of")) if isinstance(number, int)]
         task_of = task_of if len(task_of) == len(ends) else [0] * len(ends)
         for number, (start, end) in enumerate(itertools.pairwise([0, *ends])):
-            self._add(f"episode {number} of {self.path.name}", end - start, slice(start, end), task_of[number])
+            self._add(f"episode {number} ({self.path.name})", end - start, slice(start, end), task_of[number])
         fps = facts.get("fps")
         self.fps = float(fps) if isinstance(fps, (int, float)) and 0 < fps < 1e5 else self._measured_rate()
 

@@ -40,7 +40,7 @@ class RobomimicRecordings(Recordings):
                     first = shapes
                     self._describe(arrays)
                 check_same_layout(first, shapes, f"data/{demo}")
-                self._add(f"{self.path.name}: data/{demo}", length, f"data/{demo}/")
+                self._add(f"{demo} ({self.path.name})", length, f"data/{demo}/")
 
     def _describe(self, arrays: dict[str, tuple]) -> None:
         self.names = {"action" if name == "actions" else name.removeprefix("obs/"): name for name in arrays}
