@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,14 +33,15 @@ TAIL = 1.5
 
 
 def measure(
-    backbone: str, preset: str, methods: tuple[str, ...], windows: int, calls: int, others: Sequence[str]
+    backbone: str, preset: str, methods: tuple[str, ...], windows: int, calls: int, compiled: bool = False
 ) -> list[report.Row]:
     """Time IDP and other methods on one network: observations of 19 numbers, actions of 10, as those of an arm."""
     cfg = compose(f"train_idp_{backbone}_lowdim", f"preset={preset}")
     policy = make_policy(cfg.policy).eval()
     obs = {"obs": torch.randn(1, policy.n_obs_steps, policy.obs_dim)}
     policies = {"IDP": policy, **{label: stand_in(label, policy, cfg.policy) for label in methods}}
-    return compare(policies, obs, windows, calls, 2.0, others)
+    own = ("eager", *["compiled"] * compiled, "ONNX Runtime")
+    return compare(policies, obs, windows, calls, 2.0, lambda label: own if label == "IDP" else ("eager",))
 
 
 def p50(rows: list[report.Row], method: str, backend: str) -> float | None:
@@ -102,13 +102,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--windows", type=int, default=5)
     parser.add_argument("--calls", type=int, default=200)
     parser.add_argument("--backbones", default=",".join(BACKBONES))
+    parser.add_argument("--compiled", action="store_true", help="IDP with torch.compile, too")
     parser.add_argument("--presets", default=",".join(PRESETS))
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     sections: list[dict[str, Any]] = []
     for preset in options.presets.split(","):
         for backbone in options.backbones.split(","):
-            rows = measure(backbone, preset, tuple(METHODS), options.windows, options.calls, ("eager", "ONNX Runtime"))
+            rows = measure(backbone, preset, tuple(METHODS), options.windows, options.calls, options.compiled)
             sections.append({"backbone": backbone, "preset": preset, "rows": rows, "ratios": ratios(rows, preset)})
             print(report.table(rows), *sections[-1]["ratios"], sep="\n", flush=True)
             write(sections, options.output)  # after each one, so that an interrupted run keeps its results

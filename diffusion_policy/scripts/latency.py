@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from diffusion_policy.common.command_line import Parser, reporting
@@ -72,9 +72,9 @@ def compare(
     windows: int,
     calls: int,
     seconds: float,
-    others: Sequence[str] | None = None,
+    wanted: Callable[[str], Sequence[str]] | None = None,
 ) -> list[Row]:
-    """Time each policy on each backend; those after the first on `others` only, if given."""
+    """Time each policy on each backend, or on those that wanted(label) names."""
     import functools
 
     from diffusion_policy.latency.report import Row
@@ -85,8 +85,7 @@ def compare(
     tasks: dict[Any, Any] = {}
     first: dict[int, float] = {}
     for label, policy in policies.items():
-        wanted = others if rows and others is not None else BACKENDS
-        for backend, found in backends(policy, wanted).items():
+        for backend, found in backends(policy, BACKENDS if wanted is None else wanted(label)).items():
             first_ms, reason = (0.0, found) if isinstance(found, str) else trial(found, obs)
             if not reason:
                 tasks[len(rows)] = functools.partial(found.predict_action, obs)
