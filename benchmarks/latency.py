@@ -79,7 +79,8 @@ def page(sections: list[dict[str, Any]], about: dict[str, Any]) -> str:
         "",
         f"Machine: {about['cpu']}, {about['cores']} cores, torch {about['versions']['torch']}, {about['date'][:10]}.",
         f"Load averages at the end: {', '.join(f'{load:.1f}' for load in about['load_average'] or [])}; above about 1,",
-        "other programs ran beside the measurement, and p99 and max are theirs. Ratios are of the processor's time.",
+        "other programs shared the cores: the wall-clock columns then show what they took, and the caches were theirs",
+        "too. Ratios are of the processor's time, which is the wall-clock time on an idle core.",
         "",
         "![p50 by method](latency.png)",
     ]
@@ -102,24 +103,27 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--windows", type=int, default=5)
     parser.add_argument("--calls", type=int, default=200)
     parser.add_argument("--backbones", default=",".join(BACKBONES))
+    parser.add_argument("--add", action="store_true", help="keep the other networks of the last run")
     parser.add_argument("--compiled", action="store_true", help="IDP with torch.compile, too")
     parser.add_argument("--presets", default=",".join(PRESETS))
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    sections: list[dict[str, Any]] = []
+    before = options.output / "latency.json"
+    sections: list[dict[str, Any]] = json.loads(before.read_text())["networks"] if options.add else []
     for preset in options.presets.split(","):
         for backbone in options.backbones.split(","):
             rows = measure(backbone, preset, tuple(METHODS), options.windows, options.calls, options.compiled)
-            sections.append({"backbone": backbone, "preset": preset, "rows": rows, "ratios": ratios(rows, preset)})
-            print(report.table(rows), *sections[-1]["ratios"], sep="\n", flush=True)
+            described = [row.described() for row in rows]
+            sections = [each for each in sections if (each["backbone"], each["preset"]) != (backbone, preset)]
+            sections.append({"backbone": backbone, "preset": preset, "rows": described, "ratios": ratios(rows, preset)})
+            print(report.table(described), *sections[-1]["ratios"], sep="\n", flush=True)
             write(sections, options.output)  # after each one, so that an interrupted run keeps its results
 
 
 def write(sections: list[dict[str, Any]], output: pathlib.Path) -> None:
     """Write latency.json, README.md and the plot of the first network."""
     about = machine()
-    plain = [{**section, "rows": [row.described() for row in section["rows"]]} for section in sections]
-    atomic.write_text(output / "latency.json", json.dumps({**about, "networks": plain}, indent=2) + "\n")
+    atomic.write_text(output / "latency.json", json.dumps({**about, "networks": sections}, indent=2) + "\n")
     atomic.write_text(output / "README.md", page(sections, about))
     first = sections[0]
     report.plot(first["rows"], output / "latency.png", f"{first['backbone']}, {PRESETS[first['preset']]}, one thread")

@@ -42,47 +42,46 @@ def machine() -> dict[str, Any]:
     return {"cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "load_average": load}
 
 
-def table(rows: list[Row]) -> str:
-    """Format rows as a Markdown table, in milliseconds. The last column compares processor times."""
+def table(rows: list[dict[str, Any]]) -> str:
+    """Format described rows as a Markdown table, in milliseconds. The last column compares processor times."""
     lines = [
         "| method | calls | backend | p50 | p90 | p99 | max | p99 / p50 | p50, processor | beside the first row |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    first = next((row.timing.cpu_p50 for row in rows if row.timing is not None), 1.0)
+    first = next((row["cpu"]["p50"] for row in rows if "cpu" in row), 1.0)
     for row in rows:
-        head = f"| {row.method} | {row.nfe} | {row.backend} |"
-        if row.timing is None:
-            lines.append(f"{head} | | | | | | {row.note} |")
+        head = f"| {row['method']} | {row['nfe']} | {row['backend']} |"
+        if "cpu" not in row:
+            lines.append(f"{head} | | | | | | {row['note']} |")
             continue
-        t = row.timing.described()
-        numbers = " | ".join(f"{t[name]:.3g}" for name in ("p50", "p90", "p99", "max"))
-        cpu = row.timing.cpu_p50
-        lines.append(f"{head} {numbers} | {t['p99_over_p50']:.2f} | {cpu:.3g} | {cpu / first:.3g}x |")
+        numbers = " | ".join(f"{row[name]:.3g}" for name in ("p50", "p90", "p99", "max"))
+        cpu = row["cpu"]["p50"]
+        lines.append(f"{head} {numbers} | {row['p99_over_p50']:.2f} | {cpu:.3g} | {cpu / first:.3g}x |")
     return "\n".join(lines)
 
 
-def write(rows: list[Row], folder: pathlib.Path, title: str, about: dict[str, Any]) -> None:
+def write(rows: list[dict[str, Any]], folder: pathlib.Path, title: str, about: dict[str, Any]) -> None:
     """Write latency.json and latency.png."""
-    content = {**about, **machine(), "versions": checkpoint_io.versions(), "rows": [row.described() for row in rows]}
+    content = {**about, **machine(), "versions": checkpoint_io.versions(), "rows": rows}
     atomic.write_text(folder / "latency.json", json.dumps(content, indent=2) + "\n")
     plot(rows, folder / "latency.png", title)
 
 
-def plot(rows: list[Row], path: pathlib.Path, title: str) -> None:
+def plot(rows: list[dict[str, Any]], path: pathlib.Path, title: str) -> None:
     """Draw p50 as bars, with lines up to p99, on a logarithmic axis."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    timed = [(row, row.timing) for row in rows if row.timing is not None]
+    timed = [row for row in rows if "cpu" in row]
     figure = Figure(figsize=(7, 0.6 + 0.35 * len(timed)), layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.subplots()
-    for place, (row, timing) in enumerate(timed):
-        p50, p99 = timing.percentile(50), timing.percentile(99)
-        axis.barh(place, p50, color=COLORS[row.backend], label=row.backend)
+    for place, row in enumerate(timed):
+        p50, p99 = row["p50"], row["p99"]
+        axis.barh(place, p50, color=COLORS[row["backend"]], label=row["backend"])
         axis.plot([p50, max(p50, p99)], [place, place], color="black", linewidth=1)
         axis.text(1.1 * max(p50, p99), place, f"{p50:.3g}", va="center", fontsize=8)
-    axis.set_yticks(range(len(timed)), [f"{row.method} ({row.nfe})" for row, _ in timed])
+    axis.set_yticks(range(len(timed)), [f"{row['method']} ({row['nfe']})" for row in timed])
     axis.invert_yaxis()
     axis.set(xscale="log", xlabel="milliseconds per action chunk at batch 1: p50, line to p99", title=title)
     axis.margins(x=0.15)

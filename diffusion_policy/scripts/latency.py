@@ -114,8 +114,9 @@ def main(arguments: list[str] | None = None) -> None:
         policies, obs = contestants(options, checkpoint)
         rows = compare(policies, obs, options.windows, options.calls, options.seconds)
         about = {"checkpoint": str(checkpoint), "stand_ins": [] if options.baseline else list(policies)[1:]}
-        report.write(rows, output, f"{next(iter(policies))}, {options.threads} thread(s)", about)
-        print(report.table(rows))
+        described = [row.described() for row in rows]
+        report.write(described, output, f"{next(iter(policies))}, {options.threads} thread(s)", about)
+        print(report.table(described))
         if not options.baseline:
             print(f"{', '.join(about['stand_ins'])}: untrained, on a network of the same shape; only their time counts")
         warm = max((row.timing.warmup_seconds for row in rows if row.timing is not None), default=0.0)
