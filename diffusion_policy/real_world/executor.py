@@ -30,13 +30,11 @@ class RobotFault(UserError, RuntimeError):
 class ActionChunkExecutor:
     """Runs a policy in a control loop that never waits for it.
 
-    At every step the executor reads one observation, and hands over the action that is due at this step. Every
-    `replan_every` steps a worker gets the last observations. Its chunk is stamped with the step of its last
-    observation: when it arrives, the actions that were due meanwhile are dropped, so the delay is what was measured and
-    not an estimate. While there is no action (a policy that is too slow), the robot holds; a chunk that was computed
-    from observations of this standstill then starts at its first action.
-
-    The first chunk is made before the loop starts, after a warm-up, with the robot at rest.
+    At every step it reads one observation and hands over the action that is due. Every `replan_every` steps a worker
+    gets the last observations. Its chunk is stamped with the step of its last observation: when it arrives, the actions
+    that were due meanwhile are dropped, so the delay is measured, not estimated. Without an action the robot holds; a
+    chunk from observations of this standstill starts at its first action. The first chunk is made before the loop,
+    after a warm-up, with the robot at rest.
 
     Args:
         policy: a policy (`load_policy`), or a function {key: (n_obs_steps, ...)} -> actions (T, Da) from the step of
@@ -48,12 +46,10 @@ class ActionChunkExecutor:
         replan_every: steps between two plans (default: the policy's n_action_steps).
         blend: steps over which a new chunk fades in; see `ActionSchedule`.
         limits: workspace and largest step of what is sent.
-        hold: the action that keeps the robot still, such as zero velocity, sent while there is none and at the end.
-            None repeats the last one, which is right for positions.
+        hold: an action that stops, such as zero velocity; also sent at the end. None repeats the last: for positions.
         start: where the robot stands, as an action, so that `limits.max_step` holds for the first action, too.
         watchdog: seconds without a usable chunk after which the run ends with RobotFault.
-        patience: seconds that a step may wait for the plan it has asked for. With a policy much faster than a step,
-            the plan then counts from this step and not from the next one.
+        patience: seconds that a step may wait for its own plan, which otherwise counts from the next step at best.
         real_time: run the loop before all ordinary threads, if the system permits it; see `real_time_priority`.
         planner: where plans are made, given the function; a thread by default.
         clock: real time by default.
@@ -87,7 +83,7 @@ class ActionChunkExecutor:
             replan_every = replan_every or self.plan.interface.n_action_steps
         if n_obs_steps is None or replan_every is None:
             raise ConfigError("n_obs_steps and replan_every are needed with a function in place of a policy")
-        if not (hz > 0 and n_obs_steps > 0 and replan_every > 0 and blend >= 0 and watchdog > 0 and patience >= 0):
+        if min(hz, n_obs_steps, replan_every, watchdog) <= 0 or min(blend, patience) < 0:
             raise ConfigError("hz, n_obs_steps, replan_every and watchdog must be positive, blend and patience not < 0")
         self.read_observation, self.send_action, self.hz = read_observation, send_action, hz
         self.replan_every, self.blend, self.watchdog, self.patience = replan_every, blend, watchdog, patience
@@ -106,8 +102,7 @@ class ActionChunkExecutor:
     def run(self, steps: int | None = None, seconds: float | None = None) -> CadenceReport:
         """Control the robot for so many steps or seconds, without both until `stop`; returns the report.
 
-        Raises:
-            RobotFault: no usable chunk for `watchdog` seconds, a dead worker, or no first chunk. The robot holds.
+        Raises RobotFault without a usable chunk for `watchdog` seconds, with a dead worker, or without a first chunk.
         """
         if seconds is not None:
             steps = round(seconds * self.hz)
@@ -129,7 +124,6 @@ class ActionChunkExecutor:
             planner.close()
         return self.report
 
-    # ------------------------------------------------------------------ before the loop
     def _from_standstill(self, planner: Planner) -> None:
         """Warm the policy up, then make the first chunk from a new observation; the robot is at rest all the while."""
         seconds, actions = zip(*(self._at_rest(planner) for _ in range(WARM_UP + 1)), strict=True)
@@ -152,7 +146,6 @@ class ActionChunkExecutor:
             raise RobotFault(f"the first chunk cannot be used: its shape is {actions.shape}, or it is not finite")
         return answer.seconds, actions
 
-    # ------------------------------------------------------------------ the loop
     def _loop(self, planner: Planner, steps: int | None) -> None:
         begin, period, step = self._clock.now(), 1 / self.hz, 0
         while not self._stopping and (steps is None or step < steps):
