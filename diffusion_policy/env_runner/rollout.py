@@ -53,6 +53,8 @@ class RolloutRunner:
         vector: 'sync' steps the environments in this process, 'async' in one process each. 'async' is faster when a
             step costs more than sending its result, and survives a crash.
         worker_timeout: seconds without an answer after which a process counts as hung; None waits forever.
+        act_noise: standard deviation of noise on the actions, in their units, constant over each executed chunk and
+            drawn from the episode's seed. It moves a policy that stands still. 0 is none.
     """
 
     title = "rollouts"  # of the progress bar
@@ -83,12 +85,15 @@ class RolloutRunner:
         n_envs: int | None = None,
         vector: str = "sync",
         worker_timeout: float | None = 300.0,
+        act_noise: float = 0.0,
     ):
         super().__init__(output_dir)  # type: ignore[call-arg]  # of the base runner beside this class
         if n_train + n_test < 1:
             raise ConfigError("n_train and n_test are both 0: there is no episode to run")
         if vector not in ("sync", "async"):
             raise ConfigError(f"vector must be 'sync' or 'async', not {vector!r}")
+        if not (isinstance(act_noise, (int, float)) and 0 <= act_noise < float("inf")):
+            raise ConfigError(f"act_noise must be a number of at least 0, not {act_noise!r}")
         if n_envs is not None and n_envs < 1:
             raise ConfigError(f"n_envs must be at least 1, or null for all episodes at once, not {n_envs}")
         if n_latency_steps != "measured" and (not isinstance(n_latency_steps, int) or n_latency_steps < 0):
@@ -110,6 +115,7 @@ class RolloutRunner:
         self.tqdm_interval_sec = tqdm_interval_sec
         self.vector = vector
         self.worker_timeout = worker_timeout
+        self.act_noise = act_noise
         self.episodes: list[dict[str, Any]] = []
         self.lost: list[dict[str, Any]] = []
         self._make_env = functools.partial(
@@ -143,9 +149,12 @@ class RolloutRunner:
     def run(self, policy: Any) -> dict[str, Any]:
         """Play all episodes -> {'<split>/sim_max_reward_<seed>', '<split>/sim_video_<seed>', '<split>/mean_score'}.
 
-        Afterwards `self.episodes` holds one {split, seed, max_reward, steps, video} per played episode, and `self.lost`
-        one {split, seed, reason} per lost episode. A split that lost episodes has '<split>/lost_episodes' instead of a
-        mean: a mean over fewer episodes is not comparable.
+        Also '<split>/final_score', and for environments with a tool '<split>/path_length' and '<split>/ends_still', the
+        share of episodes that fail and stand still at their end.
+
+        Afterwards `self.episodes` holds one {split, seed, max_reward, steps, video, final_reward, ...} per played
+        episode, and `self.lost` one {split, seed, reason} per lost episode. A split that lost episodes has
+        '<split>/lost_episodes' instead of means: a mean over fewer episodes is not comparable.
         """
         if self.measures_latency:
             self._measure_latency(policy)
@@ -298,6 +307,7 @@ class RolloutRunner:
         done = np.array([slot is None for slot in slots])
         reward, steps = np.zeros(count), np.zeros(count, dtype=int)
         past_action = None
+        noise = ChunkNoise(self.act_noise, [slot["seed"] if slot else 0 for slot in slots]) if self.act_noise else None
         while not done.all():
             batch = self.policy_input(obs)
             if self.past_action and past_action is not None and self.n_obs_steps > 1:
@@ -309,6 +319,8 @@ class RolloutRunner:
                     f"seed {episodes[i]['seed']} after {steps[i]} steps"
                 )
             action = action[:, self.n_latency_steps :]
+            if noise is not None:
+                action = action + noise(action)
             if action.shape[1] == 0:
                 raise ConfigError(
                     f"the policy returned no action beyond the {self.n_latency_steps} lost to "
@@ -324,8 +336,9 @@ class RolloutRunner:
                 "max_reward": float(r),
                 "steps": int(n),
                 "video": self._name_video(e, float(r)),
+                **seen,
             }
-            for e, r, n in zip(episodes, reward, steps, strict=False)  # idle slots come last
+            for e, r, n, seen in zip(episodes, reward, steps, env.reports(count), strict=False)  # idle slots come last
         ]
 
     def _predict(self, policy: Any, batch: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -370,9 +383,10 @@ class RolloutRunner:
                 out[f"{split}/sim_video_{seed}"] = episode["video"]
             scores.setdefault(split, []).append(episode["max_reward"])
         lost = collections.Counter(episode["split"] for episode in self.lost)
-        out.update(
-            {f"{split}/mean_score": float(np.mean(values)) for split, values in scores.items() if split not in lost}
-        )
+        complete = [split for split in scores if split not in lost]
+        out |= {f"{split}/mean_score": float(np.mean(scores[split])) for split in complete}
+        for split in complete:  # after upstream's keys
+            out |= _diagnosis(split, [episode for episode in self.episodes if episode["split"] == split])
         for split, count in lost.items():
             out[f"{split}/lost_episodes"] = count
             planned = count + len(scores.get(split, []))
@@ -384,3 +398,24 @@ class RolloutRunner:
                 ", ".join(f"seed {e['seed']} {e['reason']}" for e in self.lost if e["split"] == split),
             )
         return out
+
+
+class ChunkNoise:
+    """Gaussian noise (N, 1, Da) on executed chunks, one stream per episode, so that it does not depend on n_envs."""
+
+    def __init__(self, std: float, seeds: list[int]):
+        self.std = std
+        self.streams = [np.random.default_rng(seed) for seed in seeds]
+
+    def __call__(self, action: np.ndarray) -> np.ndarray:
+        return np.stack([self.std * stream.standard_normal((1, action.shape[2])) for stream in self.streams])
+
+
+def _diagnosis(split: str, episodes: list[dict[str, Any]]) -> dict[str, float]:
+    """Means over episodes of what their diaries say."""
+    out = {f"{split}/final_score": float(np.mean([episode["final_reward"] for episode in episodes]))}
+    if "ends_still" in episodes[0]:
+        failed = [episode["ends_still"] and episode["max_reward"] < 1 for episode in episodes]
+        out[f"{split}/ends_still"] = float(np.mean(failed))
+        out[f"{split}/path_length"] = float(np.mean([episode["path_length"] for episode in episodes]))
+    return out

@@ -21,6 +21,7 @@ import numpy as np
 from gymnasium.vector.utils import CloudpickleWrapper
 
 from diffusion_policy.common.errors import UserError
+from diffusion_policy.gym_util.diary_wrapper import DiaryWrapper
 from diffusion_policy.gym_util.multistep_wrapper import MultiStepWrapper
 from diffusion_policy.gym_util.rollout_video import RolloutVideo
 from diffusion_policy.gym_util.video_recording_wrapper import VideoRecorder
@@ -54,9 +55,10 @@ class RolloutEnv:
     A slot whose episode is None is done from the start.
     """
 
-    def __init__(self, env: MultiStepWrapper, video: RolloutVideo):
+    def __init__(self, env: MultiStepWrapper, video: RolloutVideo, diary: DiaryWrapper):
         self.env = env
         self.video = video
+        self.diary = diary
 
     def reset(self, episode: dict[str, Any] | None) -> Any:
         """Start an episode {'seed', 'video', 'options'}, or None; return the first observation."""
@@ -80,6 +82,10 @@ class RolloutEnv:
                 self.video.video_recoder.stop()
         return self._obs, self._reward, self._done, self._steps
 
+    def report(self, _: None) -> dict[str, Any]:
+        """What the episode looked like, see `DiaryWrapper`."""
+        return self.diary.report()
+
     def close(self) -> None:
         self.env.close()
 
@@ -95,15 +101,16 @@ def make_rollout_env(
 ) -> RolloutEnv:
     """Build a slot's environment, with video recording and chunks of actions."""
     env = env_cls(**env_kwargs)
+    diary = DiaryWrapper(env)
     video = RolloutVideo(
-        env,
+        diary,
         VideoRecorder.create_h264(fps=fps, codec="h264", input_pix_fmt="rgb24", crf=crf),
         steps_per_render=max(env.control_hz // fps, 1),
     )
     multistep = MultiStepWrapper(
         video, n_obs_steps=n_obs_steps, n_action_steps=n_action_steps, max_episode_steps=max_steps
     )
-    return RolloutEnv(multistep, video)
+    return RolloutEnv(multistep, video, diary)
 
 
 class _Slots:
@@ -116,6 +123,10 @@ class _Slots:
     def reset(self, episodes: Sequence[dict[str, Any] | None]) -> Any:
         """Start one episode, or None, per slot; return the first observations (N, ...), or a dict of them."""
         return _batch(self._call("reset", episodes))
+
+    def reports(self, count: int) -> list[dict[str, Any]]:
+        """What the episodes of all `count` slots looked like."""
+        return self._call("report", [None] * count)
 
     def step(
         self, actions: np.ndarray, chunks: np.ndarray | None = None

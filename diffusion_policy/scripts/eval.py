@@ -36,6 +36,17 @@ def network_calls(text: str) -> list[int]:
     return list(dict.fromkeys(map(int, text.split(","))))
 
 
+def standard_deviation(text: str) -> float:
+    """Read the value of --act-noise."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return value
+
+
 def episodes(text: str) -> int:
     """Read the value of --n_episodes."""
     if not (text.isascii() and text.isdigit() and int(text) > 0):
@@ -91,6 +102,13 @@ def parser() -> argparse.ArgumentParser:
         "environment's rate (default: the task's n_latency_steps)",
     )
     out.add_argument(
+        "--act-noise",
+        type=standard_deviation,
+        default=0.0,
+        help="standard deviation of noise on the executed chunks, in action units, which moves a policy that stands "
+        "still (default 0, deterministic)",
+    )
+    out.add_argument(
         "--overwrite", action="store_true", help="replace an output folder that already holds an evaluation"
     )
     out.add_argument(
@@ -127,6 +145,8 @@ def default_folder(checkpoint: pathlib.Path, options: argparse.Namespace) -> pat
         name += f"_nfe{'-'.join(map(str, options.nfe))}"
     if options.latency is not None:
         name += f"_latency{options.latency}"
+    if options.act_noise:
+        name += f"_noise{options.act_noise:g}"
     return (run.parent if run.name == "checkpoints" else run) / name
 
 
@@ -202,7 +222,11 @@ def play(cfg: DictConfig, policy: Any, options: argparse.Namespace, output: path
     log = dict(next(iter(logs.values())))
     if len(logs) > 1:
         log["by_nfe"] = {str(nfe): each for nfe, each in logs.items()}
-    return log | {"seeds": options.seeds or "task", "torch_threads": torch.get_num_threads()}
+    return log | {
+        "seeds": options.seeds or "task",
+        "act_noise": options.act_noise,
+        "torch_threads": torch.get_num_threads(),
+    }
 
 
 def replay(cfg: DictConfig, policy: Any, options: argparse.Namespace, output: pathlib.Path) -> dict[str, Any]:
@@ -242,6 +266,8 @@ def make_runner(cfg: DictConfig, options: argparse.Namespace, output: pathlib.Pa
     changes: dict[str, Any] = {"n_train": 0, "n_train_vis": 0}
     if "n_heldout" in cfg.task.env_runner:
         changes["n_heldout"] = 0
+    if options.act_noise:
+        changes["act_noise"] = options.act_noise
     if options.n_episodes is not None:
         changes["n_test"] = options.n_episodes
     if options.latency is not None:
@@ -272,6 +298,8 @@ def write(log: dict[str, Any], output: pathlib.Path) -> None:
             f"mean score {each['test/mean_score']:.3f}  (95 % interval {low:.3f} to {high:.3f}, "
             f"{each['n_episodes']} episodes, best {each['best_score']:.3f})"
         )
+        if "test/ends_still" in each:
+            print(f"motion     {each['test/ends_still']:.0%} of the episodes fail and end standing still")
         print(
             f"inference  p50 {latency['p50']:.2f} ms, p90 {latency['p90']:.2f} ms, p99 {latency['p99']:.2f} ms at "
             f"batch 1; {each['nfe']:g} network call(s)"

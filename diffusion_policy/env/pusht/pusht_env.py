@@ -47,6 +47,7 @@ class PushTEnv(gym.Env):
     sim_hz = 100
     control_hz = 10
     k_p, k_v = 100, 20
+    still_distance = 5.0  # pixels
 
     def __init__(
         self,
@@ -122,6 +123,11 @@ class PushTEnv(gym.Env):
         if chunk is not None:
             self._renderer.mark_path(frame, chunk)
         return frame
+
+    @property
+    def tool_position(self) -> tuple[float, float]:
+        """Where the agent is."""
+        return tuple(self.agent.position)
 
     def close(self) -> None:
         self._renderer = None
