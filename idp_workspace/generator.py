@@ -94,6 +94,12 @@ class Generator:
             condition["start_time"] = per_sample(s, action)
         return self.model(action, per_sample(t, action), **condition)
 
+    def together(self, *calls: tuple[Tensor, Tensor, float]) -> tuple[Tensor, ...]:
+        """Return f(o, action, t) for several (o, action, t), with one call of the network."""
+        cond, action, times = zip(*((c, a, per_sample(t, a)) for c, a, t in calls), strict=True)
+        together = self(torch.cat(cond), torch.cat(action), torch.cat(times))
+        return torch.split(together, [len(a) for a in action])
+
 
 def per_sample(time: float | Tensor, action: Tensor) -> Tensor:
     """Return a time for each sample, (B,)."""

@@ -100,13 +100,21 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonal(matrices: Tensor, iterations: int) -> Tensor:
-    """Matrices (N, r, c), r <= c, with their singular values moved towards 1 by Newton-Schulz iterations."""
+    """Matrices (N, r, c), r <= c, with their singular values moved towards 1 by Newton-Schulz iterations.
+
+    x <- q x with q = a + b g + c g^2, g = x x^T. Everything but the first and the last product is done on g, which is
+    smaller than x: g <- q g q.
+    """
     a, b, c = COEFFICIENTS
     x = matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)
-    for _ in range(iterations):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x
+    gram, product = x @ x.mT, None
+    for remaining in reversed(range(iterations)):
+        q = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        q.diagonal(dim1=1, dim2=2).add_(a)
+        product = q if product is None else q @ product
+        if remaining:
+            gram = q @ gram @ q
+    return x if product is None else product @ x
 
 
 def hidden_matrices(module: nn.Module) -> set[str]:
