@@ -30,7 +30,8 @@ from diffusion_policy.env.pusht.pusht_keypoints_env import PushTKeypointsEnv
 from diffusion_policy.policy.loading import policy_of
 from diffusion_policy.storage import checkpoint_io
 
-FIRST_SEED = 200000  # not used by the demonstrations (0 to 205) nor by the held-out set (from 100000)
+FIRST_SEED = 1_000_000  # human demonstrations have 0 to 205; evaluations start from 100000, 200000 and 300000
+STILL_STEPS = 16  # in which the agent must move, for a demonstration that does not teach to stand still
 
 
 class Episode:
@@ -43,16 +44,17 @@ class Episode:
         self.done = self.success = False
         self._observe(*self.env.reset(seed=seed))
         self.history = deque([self.observation] * policy.n_obs_steps, maxlen=policy.n_obs_steps)
+        self.random = np.random.default_rng(seed)
 
     def _observe(self, obs: np.ndarray, info: dict[str, Any]) -> None:
-        self.keypoint, agent = obs[:18].reshape(9, 2), obs[18:20]
+        self.keypoint, agent = np.round(32 * obs[:18].reshape(9, 2)) / 32, obs[18:20]  # they compress to half the size
         x, y, angle = info["block_pose"]
         self.state = np.array([*agent, x, y, angle % (2 * np.pi)])
         self.observation = self.state if self.policy.obs_dim == 5 else obs[:20]
 
-    def act(self, actions: np.ndarray, max_steps: int) -> None:
-        """Execute actions (Ta, 2); record each with the state before it."""
-        for action in np.clip(actions, 0, WINDOW):
+    def act(self, actions: np.ndarray, max_steps: int, noise: float = 0.0) -> None:
+        """Execute actions (Ta, 2), moved together by noise; record each with the state before it."""
+        for action in np.clip(actions + noise * self.random.standard_normal((1, 2)), 0, WINDOW):
             for key, value in (("state", self.state), ("keypoint", self.keypoint), ("action", action)):
                 self.record[key].append(value.astype(np.float32))
             obs, _, self.success, _, info = self.env.step(action)
@@ -61,6 +63,14 @@ class Episode:
             self.done = self.success or len(self.record["action"]) >= max_steps
             if self.done:
                 return
+
+    def least_motion(self) -> float:
+        """The smallest extent in pixels of the agent's path over STILL_STEPS steps; infinite for shorter episodes."""
+        path = np.stack(self.record["state"])[:, :2]
+        if len(path) < STILL_STEPS:
+            return float("inf")
+        windows = np.lib.stride_tricks.sliding_window_view(path, STILL_STEPS, axis=0)
+        return float(np.ptp(windows, axis=-1).max(axis=1).min())
 
 
 @torch.no_grad()
@@ -71,6 +81,8 @@ def collect(
     max_steps: int,
     device: torch.device,
     parallel: int = 50,
+    noise: float = 0.0,
+    min_motion: float = 0.0,
 ) -> tuple[list[Episode], int]:
     """The first n_episodes successful episodes, by seed, and the number of attempts. Policies take turns."""
     successes: list[Episode] = []
@@ -89,12 +101,12 @@ def collect(
                     obs = torch.from_numpy(history).float().to(device)
                     predicted = policy.predict_action({"obs": obs})["action"].cpu().numpy()
                     for episode, actions in zip(active, predicted, strict=True):
-                        episode.act(actions, max_steps)
+                        episode.act(actions, max_steps, noise)
             attempts += parallel
-            successes += [episode for episode in episodes if episode.success]
+            successes += [episode for episode in episodes if episode.success and episode.least_motion() >= min_motion]
             bar.update(min(len(successes), n_episodes) - bar.n)
             if attempts >= 20 * n_episodes and not successes:
-                raise ConfigError(f"none of {attempts} attempts succeeded: train the policies longer")
+                raise ConfigError(f"none of {attempts} attempts succeeded in motion: train the policies longer")
     return successes[:n_episodes], attempts
 
 
@@ -114,6 +126,19 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument(
         "--max_steps", type=int, default=300, help="steps after which an attempt has failed (default 300)"
+    )
+    parser.add_argument(
+        "--act_noise",
+        type=float,
+        default=0.0,
+        help="standard deviation in pixels of noise on each executed chunk, for variety (default 0)",
+    )
+    parser.add_argument(
+        "--min_motion",
+        type=float,
+        default=16.0,
+        help=f"pixels that the agent must move within any {STILL_STEPS} steps of an episode to keep it (default 16, as "
+        "people do)",
     )
     parser.add_argument(
         "--trained_on",
@@ -150,7 +175,15 @@ def write(options: argparse.Namespace) -> None:
             }
         )
     seed_everything(0)
-    episodes, attempts = collect(policies, options.episodes, options.first_seed, options.max_steps, device)
+    episodes, attempts = collect(
+        policies,
+        options.episodes,
+        options.first_seed,
+        options.max_steps,
+        device,
+        noise=options.act_noise,
+        min_motion=options.min_motion,
+    )
     buffer = ReplayBuffer.create_empty_numpy()
     for episode in episodes:
         buffer.add_episode({key: np.stack(values) for key, values in episode.record.items()})
@@ -163,6 +196,8 @@ def write(options: argparse.Namespace) -> None:
             "episode_seeds": [episode.seed for episode in episodes],
             "attempts": attempts,
             "max_steps": options.max_steps,
+            "act_noise": options.act_noise,
+            "min_motion": options.min_motion,
             "versions": checkpoint_io.versions(),
         }
     )

@@ -1,6 +1,7 @@
 """Demonstrations from policies, and those that come with the repository."""
 
 import functools
+import types
 
 import numpy as np
 import pytest
@@ -40,10 +41,22 @@ def test_successes_are_kept_with_what_made_them(checkpoint, tmp_path, monkeypatc
     assert buffer.n_episodes == 3 and set(buffer.keys()) == {"state", "keypoint", "action"}
     np.testing.assert_allclose(buffer["state"][0], [100, 100, 256, 256, np.pi / 4], atol=1e-3)
     attributes = dict(zarr.open_group(str(tmp_path / "demos.zarr"), mode="r").attrs)
-    assert "not human" in attributes["description"] and attributes["episode_seeds"] == [200000, 200001, 200002]
+    assert "not human" in attributes["description"] and attributes["episode_seeds"] == [1000000, 1000001, 1000002]
     assert attributes["policies"][0]["policy"].endswith("IDPPolicy")
     with pytest.raises(SystemExit, match="exists already"):
         collect_rollouts.main(["-c", str(checkpoint), "-n", "3", "-o", str(tmp_path / "demos.zarr")])
+
+
+def test_noise_moves_a_chunk_as_a_whole():
+    chunks = []
+    for noise in (0.0, 5.0):
+        episode = collect_rollouts.Episode(3, types.SimpleNamespace(n_obs_steps=1, obs_dim=5))
+        for _ in range(2):
+            episode.act(np.full((4, 2), 250.0), max_steps=100, noise=noise)
+        chunks.append(np.stack(episode.record["action"]))
+    moved = (chunks[1] - chunks[0]).reshape(2, 4, 2)
+    assert np.abs(moved - moved[:, :1]).max() < 1e-4  # equal within a chunk
+    assert (np.abs(moved[:, 0]) > 1e-2).all() and np.abs(moved[0] - moved[1]).min() > 1e-2  # another next
 
 
 def test_policies_that_never_succeed_are_reported(checkpoint, tmp_path):
@@ -58,10 +71,10 @@ def test_the_shipped_demonstrations_are_successes_of_this_environment():
     """Replaying recorded actions from the recorded seeds gives the recorded states, and reaches the goal."""
     buffer = ReplayBuffer.copy_from_path(str(SHIPPED))
     attributes = dict(zarr.open_group(str(SHIPPED), mode="r").attrs)
-    assert buffer.n_episodes == len(attributes["episode_seeds"]) == 500 and "not human" in attributes["description"]
-    assert min(attributes["episode_seeds"]) >= 200000  # apart from the seeds of demonstrators and evaluations
+    assert buffer.n_episodes == len(attributes["episode_seeds"]) == 600 and "not human" in attributes["description"]
+    assert min(attributes["episode_seeds"]) >= 1_000_000  # apart from the seeds of demonstrators and evaluations
     env = PushTEnv()
-    for index in range(0, 500, 100):
+    for index in range(0, 600, 120):
         episode = buffer.get_episode(index)
         obs, _ = env.reset(seed=attributes["episode_seeds"][index])
         for state, action in zip(episode["state"], episode["action"]):
