@@ -3,11 +3,14 @@
     python -m benchmarks.study FILE [--jobs 2] [--only NAME ...] [--keep] [--publish]
 
 A study is a YAML file with a name, overrides for all runs, and the runs, each with a name, a config and overrides; or
-with a grid of tasks, methods (a config and overrides) and seeds. Runs and tables go to data/studies/<study>/. Every run
-is trained: a study that was stopped continues where it stopped, a finished one is moved aside and made again. --keep
-takes finished rows with the same command instead, from the last study or from results/<study>/, and marks them.
---publish also writes the tables to results/<study>/. `eval: null` takes the scores from the evaluations during training
-instead of a final one. Times are measured at the end, run by run.
+with a grid of tasks, methods (a config and overrides) and seeds. With `seeds` beside `runs`, each run is made with each
+seed, and the table has means over them and, if a `reference` run is named, paired differences to it.
+
+Runs and tables go to data/studies/<study>/. Every run is trained: a study that was stopped continues where it stopped,
+a finished one is moved aside and made again. --keep takes finished rows with the same command instead, from the last
+study or from results/<study>/, and marks them. --publish also writes the tables to results/<study>/. `eval: null` takes
+the scores from the evaluations during training instead of a final one. Times are measured at the end, run by run;
+core-minutes are the processor time of a training, with its start-up and evaluations.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from benchmarks import study_open_loop
+from benchmarks.comparison import seed_table
 from diffusion_policy.common.config_util import get_class, register_resolvers
 from diffusion_policy.common.pytorch_util import dict_apply
 from diffusion_policy.storage import checkpoint_io
@@ -57,14 +61,20 @@ def run(study: dict[str, Any], entry: dict[str, Any], threads: int) -> dict[str,
     train = train_command(study, entry)
     with open(folder / "study.log", "a") as log:
 
-        def call(*command: str) -> None:
-            subprocess.run(
-                [sys.executable, *command], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True
-            )
+        def call(*command: str) -> float:
+            """Run a command; return the minutes of processor time that it took."""
+            words = [sys.executable, *command]
+            process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            if process.returncode:
+                raise subprocess.CalledProcessError(process.returncode, words)
+            return (usage.ru_utime + usage.ru_stime) / 60
 
         if not (folder / "summary.json").is_file():
             write_json(folder / "made.json", provenance())
-            call(*train, "training.resume=true", f"hydra.run.dir={folder}")
+            minutes = call(*train, "training.resume=true", f"hydra.run.dir={folder}")
+            write_json(folder / "cpu.json", {"minutes": minutes})
         if evaluates(study) and not (folder / "eval/eval_log.json").is_file():
             call(
                 "eval.py",
@@ -108,6 +118,9 @@ def row_of(study: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
         "interval_95": log["interval_95"],
         "n_episodes": log["n_episodes"],
         "nfe": log["nfe"],
+        "ends_still": log.get("test/ends_still"),
+        "cpu_minutes": read_json(folder / "cpu.json")["minutes"] if (folder / "cpu.json").is_file() else None,
+        "scores": {key: value for key, value in log.items() if key.startswith("test/sim_max_reward_")},
     }
 
 
@@ -185,6 +198,8 @@ def open_loop(study: dict[str, Any]) -> bool:
 
 def runs_of(study: dict[str, Any]) -> list[dict[str, Any]]:
     """The runs of a study or of its grid, all tasks and methods with the first seed first, for an early comparison."""
+    if "seeds" in study:
+        return [with_seed(entry, seed) for seed in study["seeds"] for entry in study["runs"]]
     if "grid" not in study:
         return study["runs"]
     grid = study["grid"]
@@ -198,6 +213,11 @@ def runs_of(study: dict[str, Any]) -> list[dict[str, Any]]:
         for task in grid["tasks"]
         for method, config in grid["methods"].items()
     ]
+
+
+def with_seed(entry: dict[str, Any], seed: int) -> dict[str, Any]:
+    overrides = [*entry.get("overrides", []), f"training.seed={seed}"]
+    return entry | {"name": f"{entry['name']} {seed}", "overrides": overrides}
 
 
 def measure(study: dict[str, Any], entry: dict[str, Any], calls: int = 30) -> None:
@@ -305,6 +325,8 @@ def grid_table(study: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 def tables(study: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     if open_loop(study):
         return study_open_loop.table(rows)
+    if "seeds" in study:
+        return seed_table(study, rows)
     return grid_table(study, rows) if "grid" in study else table(rows)
 
 
@@ -393,8 +415,11 @@ def main(arguments: list[str] | None = None) -> None:
                 tqdm.write(f"{name} failed ({error}); see {output_of(study) / name / 'study.log'}")
             bar.update()
     made = [entry for entry in entries if entry["name"] not in failed]
-    # With a grid, the cost of a method does not depend on task and seed: one run per method is enough.
-    timed = list({entry["config"]: entry for entry in reversed(made)}.values()) if "grid" in study else made
+    # The cost of a method does not depend on task and seed: one run per method of a grid, and per run with seeds.
+    if "grid" in study:
+        timed = list({entry["config"]: entry for entry in reversed(made)}.values())
+    else:
+        timed = made[: len(study["runs"])] if "seeds" in study else made
     timed = [] if open_loop(study) else timed  # eval.py measures the latency
     for entry in tqdm(timed, desc="times", unit="run", disable=None):
         if not (folder_of(study, entry) / "times.json").is_file():

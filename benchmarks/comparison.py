@@ -1,0 +1,72 @@
+"""Runs with several training seeds: means, and differences that are paired by training seed and start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def seed_table(study: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """Markdown, one line per run of the study, best first.
+
+    Intervals (95 %) are over training seeds and starts, which are both drawn again with replacement.
+    """
+    found = {row["name"]: row for row in rows}
+    groups = {
+        run["name"]: made
+        for run in study["runs"]
+        if (made := [found[name] for seed in study["seeds"] if (name := f"{run['name']} {seed}") in found])
+    }
+    reference = groups.get(study.get("reference", ""))
+    minus = f"minus {study['reference']}" if reference else ""
+    lines = [
+        f"| run | score | 95 % interval | seed by seed | {minus} "
+        "| end still | network calls | steps | core-minutes | training step, ms | inference, ms |",
+        "|---" * 11 + "|",
+    ]
+    for name, group in sorted(groups.items(), key=lambda item: -score_of(item[1])):
+        low, high = interval(scores_of(group))
+        each = " ".join(f"{row['score']:.3f}" for row in group)
+        lines.append(
+            f"| {name} | {score_of(group):.3f} | {low:.3f} to {high:.3f} "
+            f"| {each} | {difference(group, reference)} "
+            f"| {mean_of(group, 'ends_still', '{:.0%}')} | {group[0]['nfe']:g} | {group[0]['steps']} "
+            f"| {mean_of(group, 'cpu_minutes', '{:.1f}')} | {mean_of(group, 'step_ms', '{:.0f}')} "
+            f"| {mean_of(group, 'inference_ms', '{:.2f}')} |"
+        )
+    return "\n".join(lines)
+
+
+def score_of(group: list[dict[str, Any]]) -> float:
+    return float(np.mean([row["score"] for row in group]))
+
+
+def scores_of(group: list[dict[str, Any]]) -> np.ndarray:
+    """Scores (training seeds, starts)."""
+    return np.array([[row["scores"][start] for start in sorted(group[0]["scores"])] for row in group])
+
+
+def mean_of(group: list[dict[str, Any]], key: str, form: str) -> str:
+    known = [row[key] for row in group if row.get(key) is not None]
+    return form.format(np.mean(known)) if known else "-"
+
+
+def difference(group: list[dict[str, Any]], reference: list[dict[str, Any]] | None) -> str:
+    """The paired difference to the reference, with its interval."""
+    if reference is None or group is reference or len(group) != len(reference):
+        return "-"
+    paired = scores_of(group) - scores_of(reference)
+    low, high = interval(paired)
+    return f"{paired.mean():+.3f} ({low:+.3f} to {high:+.3f})"
+
+
+def interval(values: np.ndarray, draws: int = 4000) -> tuple[float, float]:
+    """95 % interval of the mean of values (training seeds, starts): a bootstrap over both."""
+    random = np.random.default_rng(0)
+    seeds, starts = values.shape
+    means = [
+        values[random.integers(seeds, size=seeds)][:, random.integers(starts, size=starts)].mean() for _ in range(draws)
+    ]
+    low, high = np.percentile(means, [2.5, 97.5])
+    return float(low), float(high)
