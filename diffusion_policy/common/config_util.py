@@ -169,6 +169,8 @@ def register_configs(folders: Iterable[pathlib.Path] = ()) -> None:
     """
     folders = tuple(folders)
     store = ConfigStore.instance()
+    # Hydra copies the whole store for every composition, and only reads the copy: a third of its time.
+    ConfigStore.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
     for chosen in product(*(choices(group, folders) for group in GRID)):
         key = "_".join(chosen)
         store.store(group="run_name", name=key, node={"name": f"train_{key}"}, package="_global_")
