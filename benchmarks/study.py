@@ -62,14 +62,8 @@ def run(study: dict[str, Any], entry: dict[str, Any], threads: int) -> dict[str,
     with open(folder / "study.log", "a") as log:
 
         def call(*command: str) -> float:
-            """Run a command; return the minutes of processor time that it took."""
             words = [sys.executable, *command]
-            process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
-            _, status, usage = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
-            if process.returncode:
-                raise subprocess.CalledProcessError(process.returncode, words)
-            return (usage.ru_utime + usage.ru_stime) / 60
+            return processor_minutes(words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
         if not (folder / "summary.json").is_file():
             write_json(folder / "made.json", provenance())
@@ -88,6 +82,16 @@ def run(study: dict[str, Any], entry: dict[str, Any], threads: int) -> dict[str,
                 *entry.get("eval", []),
             )
     return row_of(study, entry)
+
+
+def processor_minutes(command: list[str], **options: Any) -> float:
+    """Run a command; return the processor time that it took."""
+    process = subprocess.Popen(command, **options)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return (usage.ru_utime + usage.ru_stime) / 60
 
 
 def row_of(study: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:

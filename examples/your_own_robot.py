@@ -81,7 +81,7 @@ def record_and_train(folder: pathlib.Path) -> pathlib.Path:
     """A small recording and a run on it; returns the run folder."""
     (folder / "recording").mkdir()
     rng = np.random.default_rng(0)
-    for number in range(10):
+    for number in range(40):
         goal = rng.uniform(-1, 1, 3)
         path = goal * (1 - np.cos(np.linspace(0, np.pi, 61)))[:, None] / 2
         state = np.concatenate([path, np.broadcast_to(goal, path.shape)], axis=1).astype(np.float32)

@@ -74,7 +74,9 @@ def judge(before: Any, after: Any, cfg: dict[str, Any], where: str, episodes: in
 def scores(policy: Any, cfg: DictConfig, episodes: int | None) -> np.ndarray:
     """Return the score of each test episode."""
     with tempfile.TemporaryDirectory() as folder:
-        runner = make_runner(cfg, argparse.Namespace(n_episodes=episodes, seeds=None), pathlib.Path(folder))
+        runner = make_runner(
+            cfg, argparse.Namespace(n_episodes=episodes, seeds=None, act_noise=0.0), pathlib.Path(folder)
+        )
         seed_everything(OmegaConf.select(cfg, "training.seed", default=0))
         try:
             runner.run(policy)

@@ -18,16 +18,17 @@ def made(monkeypatch, tmp_path):
     file.write_text(yaml.safe_dump(spec))
     commands = []
 
-    def train(command, cwd, env, stdout, stderr, check):
+    def train(command, cwd, env, stdout, stderr):
         folder = next(word.split("=", 1)[1] for word in command if word.startswith("hydra.run.dir="))
         commands.append(command)
         if any(word in command for word in stop):
             raise study.subprocess.CalledProcessError(1, command)
         summary = {"score": 0.5, "best_score": 0.5, "mean_of_best_scores": 0.5, "evaluations": 1, "steps": 1}
         (study.pathlib.Path(folder) / "summary.json").write_text(json.dumps(summary))
+        return 1.5
 
     stop = []
-    monkeypatch.setattr(study.subprocess, "run", train)
+    monkeypatch.setattr(study, "processor_minutes", train)
     monkeypatch.setattr(study, "provenance", lambda: {"date": "2026-01-01", "commit": "abc", "versions": {}})
     monkeypatch.setattr(study, "measure", lambda *_: None)
     monkeypatch.setattr(study, "table", lambda rows: f"{len(rows)} rows")
