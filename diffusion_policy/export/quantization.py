@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import pathlib
 import tempfile
@@ -15,7 +14,7 @@ from diffusion_policy.common.errors import ConfigError, EvaluationError
 from diffusion_policy.common.random_state import seed_everything
 from diffusion_policy.common.statistics import mean_interval
 from diffusion_policy.export.writers import quiet
-from diffusion_policy.scripts.eval import make_runner
+from diffusion_policy.scripts.eval import make_runner, parser
 from diffusion_policy.storage import onnx_io
 from diffusion_policy.storage.safe_config import checked_config
 
@@ -74,9 +73,8 @@ def judge(before: Any, after: Any, cfg: dict[str, Any], where: str, episodes: in
 def scores(policy: Any, cfg: DictConfig, episodes: int | None) -> np.ndarray:
     """Return the score of each test episode."""
     with tempfile.TemporaryDirectory() as folder:
-        runner = make_runner(
-            cfg, argparse.Namespace(n_episodes=episodes, seeds=None, act_noise=0.0), pathlib.Path(folder)
-        )
+        options = parser().parse_args(["--checkpoint", "unused", *(["-n", str(episodes)] if episodes else [])])
+        runner = make_runner(cfg, options, pathlib.Path(folder))
         seed_everything(OmegaConf.select(cfg, "training.seed", default=0))
         try:
             runner.run(policy)
