@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import pathlib
 import pickle
 import shutil
@@ -16,7 +15,7 @@ import numpy as np
 from benchmarks import recordings as make
 from benchmarks.fuzz import Finding
 from benchmarks.fuzz_targets.mutate import SIZES, Creates, FileTarget, mutate_bytes, mutate_json, pick
-from benchmarks.fuzz_targets.zarr_files import entries_of
+from benchmarks.fuzz_targets.zarr_files import entries_of, write_entries
 from diffusion_policy.common.errors import DataError
 from diffusion_policy.dataset.conversion import to_lerobot
 from diffusion_policy.dataset.recordings import base, hdf5, open_recordings
@@ -62,7 +61,7 @@ class RecordingsTarget(FileTarget):
         for _ in range(int(rng.choice([1, 1, 2]))):
             self._damage(rng, entries)
         path = self.folder / "case"
-        self._write(path, entries)
+        write_entries(path, entries)
         try:
             return self._read(path, skip_broken=rng.random() < 0.3)
         finally:
@@ -160,20 +159,6 @@ class RecordingsTarget(FileTarget):
                 with zipfile.ZipFile(out, "w") as file:
                     file.writestr("action.npy", member.getvalue() + bytes(64))
         return out.getvalue()
-
-    def _write(self, path: pathlib.Path, entries: dict) -> None:
-        path.mkdir()
-        for name, data in entries.items():
-            file = path / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            if isinstance(data, bytes):
-                file.write_bytes(data)
-            elif data == "fifo":
-                os.mkfifo(file)
-            elif data == "folder":
-                file.mkdir()
-            else:
-                file.symlink_to(data)
 
     # ------------------------------------------------------------------ judging it
     def _read(self, path: pathlib.Path, skip_broken: bool) -> str:

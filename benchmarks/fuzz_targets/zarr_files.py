@@ -85,6 +85,22 @@ def example(seed: int = 0) -> ReplayBuffer:
     return buffer
 
 
+def write_entries(path: pathlib.Path, entries: dict) -> None:
+    """Write a folder of entries {name: bytes, "fifo", "folder" or the target of a link}."""
+    path.mkdir(exist_ok=True)
+    for name, data in entries.items():
+        file = path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(data, bytes):
+            file.write_bytes(data)
+        elif data == "fifo":
+            os.mkfifo(file)
+        elif data == "folder":
+            file.mkdir()
+        else:
+            file.symlink_to(data)
+
+
 def entries_of(path: pathlib.Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
 
@@ -148,7 +164,7 @@ class ZarrTarget(FileTarget):
                 data = mutate_bytes(rng, data)
             path.write_bytes(data)
         else:
-            self._write(path, entries)
+            write_entries(path, entries)
         try:
             return self._read(path, attributes is not None and attributes)
         finally:
@@ -239,20 +255,6 @@ class ZarrTarget(FileTarget):
             [numcodecs.Blosc("lz4"), numcodecs.Blosc("zstd"), numcodecs.Zlib(9), numcodecs.Zstd(9), numcodecs.LZ4()],
         )
         return codec.encode(np.zeros(int(rng.choice([3, 448, 10_000, 20_000_000])), dtype=np.uint8))
-
-    def _write(self, path: pathlib.Path, entries: dict) -> None:
-        for name, data in entries.items():
-            file = path / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            if isinstance(data, bytes):
-                file.write_bytes(data)
-            elif data == "fifo":
-                os.mkfifo(file)
-            elif data == "folder":
-                file.mkdir()
-            else:
-                file.symlink_to(data)
-        path.mkdir(exist_ok=True)
 
     # ------------------------------------------------------------------ judging it
     def _read(self, path: pathlib.Path, attributes) -> str:
