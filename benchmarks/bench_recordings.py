@@ -24,7 +24,7 @@ SIZE = (96, 128)  # of the cached frames
 
 
 def write_camera(path: pathlib.Path, length: int, seed: int) -> None:
-    """A video that scrolls over a random picture, encoded as lerobot does: AV1, every second frame a key frame."""
+    """A video that scrolls over a random image, encoded as lerobot does: AV1, every second frame a key frame."""
     import av
     import cv2
 

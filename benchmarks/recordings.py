@@ -83,7 +83,7 @@ def write_lerobot_v2(folder: pathlib.Path, lengths=(12, 9, 15), cameras: bool = 
 
 
 def write_aloha(folder: pathlib.Path, lengths=(10, 7), compressed: bool = False) -> pathlib.Path:
-    """ALOHA's episodes; compressed: images as JPEG pictures, padded with zeros."""
+    """ALOHA's episodes; compressed: images as JPEG, padded with zeros."""
     import cv2
     import h5py
 
@@ -97,11 +97,11 @@ def write_aloha(folder: pathlib.Path, lengths=(10, 7), compressed: bool = False)
             file["observations/qvel"] = np.gradient(values["state"], axis=0)
             if compressed:
                 file.attrs["compress"] = True
-                pictures = [cv2.imencode(".jpg", frame, [cv2.IMWRITE_JPEG_QUALITY, 95])[1] for frame in frames]
-                padded = np.zeros((length, max(map(len, pictures))), np.uint8)
-                for row, picture in zip(padded, pictures, strict=True):
-                    row[: len(picture)] = picture
-                file["compress_len"] = np.array([list(map(len, pictures))], np.float64)
+                encoded = [cv2.imencode(".jpg", frame, [cv2.IMWRITE_JPEG_QUALITY, 95])[1] for frame in frames]
+                padded = np.zeros((length, max(map(len, encoded))), np.uint8)
+                for row, content in zip(padded, encoded, strict=True):
+                    row[: len(content)] = content
+                file["compress_len"] = np.array([list(map(len, encoded))], np.float64)
                 file["observations/images/top"] = padded
             else:
                 file["observations/images/top"] = frames

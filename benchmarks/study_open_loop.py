@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+import shutil
 import statistics
 from typing import Any
 
@@ -24,27 +26,43 @@ def methods(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return out
 
 
-def spread(values: list[float], places: int) -> str:
+def spread(values: list[float], places: int, sign: str = "") -> str:
     """'mean (lowest to highest)', or the only value."""
-    low, high = min(values), max(values)
-    mean = f"{statistics.mean(values):.{places}f}"
-    return mean if len(values) == 1 else f"{mean} ({low:.{places}f} to {high:.{places}f})"
+    mean, low, high = (f"{value:{sign}.{places}f}" for value in (statistics.mean(values), min(values), max(values)))
+    return mean if len(values) == 1 else f"{mean} ({low} to {high})"
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[dict[str, Any]], reference: str | None = None) -> str:
     """Markdown: the mean numbers of each method, then the error of each dimension."""
     groups = dict(sorted(methods(rows).items(), key=lambda item: -_mean(item[1], "variance_explained")))
+    minus = f"minus {reference}" if reference in groups else ""
     lines = [
-        "| method | variance explained | RMSE | step size / expert's | jerk / expert's | network calls | seeds |",
-        "|---|---|---|---|---|---|---|",
+        f"| method | variance explained | {minus} | RMSE | step size / expert's | jerk / expert's | latency, ms "
+        "| network calls | steps | episodes | seeds |",
+        "|---" * 11 + "|",
     ]
     for name, entries in groups.items():
-        cells = [spread([entry[key] for entry in entries], 3) for key in ("variance_explained", "open_loop_rmse")]
-        cells += [spread([entry[key] for entry in entries], 2) for key in ("step_size_ratio", "jerk_ratio")]
-        lines.append(f"| {name} | {' | '.join(cells)} | {entries[0]['nfe']:g} | {len(entries)} |")
-    hold = rows[0]["hold_variance_explained"]
-    lines.append(f"| holding the last action before a chunk | {hold:.3f} | | | | 0 | |")
-    return "\n".join([*lines, "", "RMSE of each dimension, mean over seeds:", "", dimensions(groups)])
+        cells = [spread(_values(entries, "variance_explained"), 3)]
+        cells += [difference(entries, groups.get(reference or "", [])), spread(_values(entries, "open_loop_rmse"), 3)]
+        cells += [spread(_values(entries, key), 2) for key in ("step_size_ratio", "jerk_ratio")]
+        cells += [f"{_mean(entries, 'latency_ms'):.2f}", f"{entries[0]['nfe']:g}", str(entries[0]["steps"])]
+        lines.append(f"| {name} | {' | '.join(cells)} | {len(entries[0]['open_loop']['episodes'])} | {len(entries)} |")
+    for count, hold in {len(row["open_loop"]["episodes"]): row["hold_variance_explained"] for row in rows}.items():
+        lines.append(f"| holding the last recorded action | {hold:.3f} | | | | | | 0 | | {count} | |")
+    return "\n".join(
+        [*lines, "", "RMSE (variance explained) of each dimension, mean over seeds:", "", dimensions(groups)]
+    )
+
+
+def difference(entries: list[dict[str, Any]], reference: list[dict[str, Any]]) -> str:
+    """Variance explained minus the reference's on the same held-out episodes, paired by seed."""
+    pairs = {_seed(entry): entry for entry in reference}
+    if entries is reference or not all(_seed(entry) in pairs for entry in entries):
+        return "-"
+    paired = [(entry, pairs[_seed(entry)]) for entry in entries]
+    if any(mine["open_loop"]["episodes"] != theirs["open_loop"]["episodes"] for mine, theirs in paired):
+        return "-"
+    return spread([mine["variance_explained"] - theirs["variance_explained"] for mine, theirs in paired], 3, "+")
 
 
 def dimensions(groups: dict[str, list[dict[str, Any]]]) -> str:
@@ -62,5 +80,23 @@ def dimensions(groups: dict[str, list[dict[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
+def copy_pictures(runs: pathlib.Path, rows: list[dict[str, Any]], reference: str | None, folder: pathlib.Path) -> None:
+    """Copy the pictures of the reference's first run to errors.png and episode.png, unless its row is reused."""
+    made = [entry["name"] for entry in rows if entry["name"].rpartition(" ")[0] == reference]
+    for name in made[:1]:
+        media = runs / name / "eval/media"
+        for picture, pattern in (("errors.png", "errors.png"), ("episode.png", "episode_*.png")):
+            for found in sorted(media.glob(pattern))[:1]:
+                shutil.copyfile(found, folder / picture)
+
+
+def _values(rows: list[dict[str, Any]], key: str) -> list[float]:
+    return [entry[key] for entry in rows]
+
+
 def _mean(rows: list[dict[str, Any]], key: str) -> float:
-    return statistics.mean(entry[key] for entry in rows)
+    return statistics.mean(_values(rows, key))
+
+
+def _seed(row: dict[str, Any]) -> str:
+    return row["name"].rpartition(" ")[2]

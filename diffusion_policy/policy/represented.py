@@ -28,7 +28,15 @@ class Represented:
     @torch.no_grad()
     def predict_action(self, obs_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         obs, reference = self._encode(obs_dict)
-        result = super().predict_action(obs)  # type: ignore[misc]
+        return self._decode(super().predict_action(obs), reference)  # type: ignore[misc]
+
+    def act_recorded(self, obs_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """`predict_action` without the checks of values, if the policy has that, for a graph."""
+        obs, reference = self._encode(obs_dict)
+        act: Any = getattr(super(), "act", None) or super().predict_action  # type: ignore[misc]
+        return self._decode(act(obs), reference)
+
+    def _decode(self, result: dict[str, torch.Tensor], reference: torch.Tensor | float) -> dict[str, torch.Tensor]:
         actions = {key: result[key] for key in ("action", "action_pred") if key in result}
         return {
             **result,
@@ -49,7 +57,8 @@ def build_policy(cfg: DictConfig) -> Any:
     if not isinstance(policy, torch.nn.Module):
         return policy
     provide_hooks(policy)
-    section = OmegaConf.select(cfg, "task.representation")
+    task = cfg.get("task")  # acting needs none, and a file from elsewhere may have anything there
+    section = task.get("representation") if OmegaConf.is_dict(task) else None
     if section is not None:
         kind = type(policy)
         # A subclass, not a wrapper: the keys of the weights stay, and so do all other methods.

@@ -63,9 +63,9 @@ def hdf5_arrays(path: str, group: str, keys: list[str]) -> Iterator[tuple[dict, 
 
 
 def hdf5_images(
-    path: str, key: str, shape: list[int], count: int, block: int, pictures: bool = False
+    path: str, key: str, shape: list[int], count: int, block: int, encoded: bool = False
 ) -> Iterator[tuple[dict, dict]]:
-    """Images (N, H, W, 3) of one array, `block` at a time; with `pictures`, each row is one, and zeros after it."""
+    """Images (N, H, W, 3) of one array, `block` at a time; with `encoded`, a row is a JPEG or PNG, then zeros."""
     import h5py
     import numpy as np
 
@@ -75,25 +75,25 @@ def hdf5_images(
     with h5py.File(path, "r", locking=False) as file:
         dataset = _dataset(file, key, path, extents)
         _check_extents(extents, path)
-        if dataset.dtype != np.uint8 or len(dataset) < count or (not pictures and list(dataset.shape[1:]) != shape):
+        if dataset.dtype != np.uint8 or len(dataset) < count or (not encoded and list(dataset.shape[1:]) != shape):
             raise DataError(f"{path}: {key} holds {dataset.shape}, {dataset.dtype}: not {count} images of {shape}.")
         for start in range(0, count, block):
             rows = dataset[start : min(start + block, count)]
-            if pictures:  # their colours are in the order of the encoded array, which OpenCV takes for BGR
+            if encoded:  # their colours are in the order of the encoded array, which OpenCV takes for BGR
                 rows = decoded(list(rows), shape, f"{path}: {key}, step", start, swap=False)
             yield {}, {"frames": np.ascontiguousarray(rows)}
 
 
-def hdf5_picture_size(path: str, key: str) -> Iterator[tuple[dict, dict]]:
-    """{height, width} of the first encoded picture of an array."""
+def hdf5_image_size(path: str, key: str) -> Iterator[tuple[dict, dict]]:
+    """{height, width} of the first encoded image of an array."""
     import h5py
 
-    from diffusion_policy.storage.images_child import picture_size
+    from diffusion_policy.storage.images_child import image_size
 
     extents: list = []
     with h5py.File(path, "r", locking=False) as file:
         dataset = _dataset(file, key, path, extents)
-        size = picture_size(dataset[0].tobytes()) if dataset.ndim == 2 and dataset.dtype.str == "|u1" else None
+        size = image_size(dataset[0].tobytes()) if dataset.ndim == 2 and dataset.dtype.str == "|u1" else None
     if size is None:
-        raise DataError(f"{path}: {key} holds neither images nor JPEG or PNG pictures.")
+        raise DataError(f"{path}: {key} holds no images, neither raw nor JPEG or PNG.")
     yield {"height": size[0], "width": size[1]}, {}

@@ -98,13 +98,13 @@ def parquet_texts(path: str, columns: list[str] | None = None) -> Iterator[tuple
 def parquet_images(
     path: str, column: str, shape: list[int], start: int, stop: int, block: int
 ) -> Iterator[tuple[dict, dict]]:
-    """Images (N, H, W, 3) of encoded pictures, {bytes, path} or bytes, `block` of them at a time."""
+    """Images (N, H, W, 3) of encoded ones, {bytes, path} or bytes, `block` of them at a time."""
     from diffusion_policy.storage.images_child import decoded
 
     for begin in range(start, stop, block):
         end = min(begin + block, stop)
         rows = _table(path, [column], begin, end).column(column).to_pylist()
-        pictures = [row["bytes"] if isinstance(row, dict) else row for row in rows]
-        if not all(isinstance(picture, bytes) for picture in pictures):
+        encoded = [row["bytes"] if isinstance(row, dict) else row for row in rows]
+        if not all(isinstance(each, bytes) for each in encoded):
             raise DataError(f"{path}: column {column!r} refers to image files; only images in the table are read.")
-        yield {}, {"frames": decoded(pictures, shape, f"{path}: column {column!r}, row", begin)}
+        yield {}, {"frames": decoded(encoded, shape, f"{path}: column {column!r}, row", begin)}

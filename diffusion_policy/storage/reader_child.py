@@ -26,7 +26,7 @@ QUESTIONS = {
     "hdf5_members": "hdf5_episode_child",
     "hdf5_arrays": "hdf5_episode_child",
     "hdf5_images": "hdf5_episode_child",
-    "hdf5_picture_size": "hdf5_episode_child",
+    "hdf5_image_size": "hdf5_episode_child",
 }
 
 

@@ -1,4 +1,4 @@
-"""Pictures of an open-loop evaluation."""
+"""Figures of an open-loop evaluation."""
 
 from __future__ import annotations
 

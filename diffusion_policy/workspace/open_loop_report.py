@@ -1,4 +1,4 @@
-"""The report of `eval.py --open-loop`: numbers, latency and pictures."""
+"""The report of `eval.py --open-loop`: numbers, latency and figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from diffusion_policy.workspace.measurement import counting, latency
 from diffusion_policy.workspace.open_loop import can_replay, metrics, replay, spread_of, summary
 from diffusion_policy.workspace.open_loop_plot import plot_episode, plot_errors
 
-PICTURES = 3  # episodes that are drawn
+FIGURES = 3  # episodes that are drawn
 
 
 def held_out_episodes(cfg: DictConfig) -> Any:
@@ -31,7 +31,7 @@ def held_out_episodes(cfg: DictConfig) -> Any:
     return held_out
 
 
-def report(cfg: DictConfig, policy: Any, held_out: Any, limit: int | None, pictures: pathlib.Path) -> dict[str, Any]:
+def report(cfg: DictConfig, policy: Any, held_out: Any, limit: int | None, figures: pathlib.Path) -> dict[str, Any]:
     """Replay the episodes and draw the first ones; returns what eval_log.json holds."""
     seed_everything(OmegaConf.select(cfg, "training.seed", default=0))
     fps = OmegaConf.select(cfg, "task.fps")
@@ -40,9 +40,9 @@ def report(cfg: DictConfig, policy: Any, held_out: Any, limit: int | None, pictu
     found = metrics(episodes, spread_of(held_out), fps)
     names = list(OmegaConf.select(cfg, "task.action_names") or range(len(found["rmse"])))
     names = [str(name) for name in names]
-    pictures.mkdir(parents=True, exist_ok=True)
-    drawn = [plot_episode(each, names, fps, pictures / f"episode_{each.number}.png") for each in episodes[:PICTURES]]
-    drawn.append(plot_errors(found, names, pictures / "errors.png"))
+    figures.mkdir(parents=True, exist_ok=True)
+    drawn = [plot_episode(each, names, fps, figures / f"episode_{each.number}.png") for each in episodes[:FIGURES]]
+    drawn.append(plot_errors(found, names, figures / "errors.png"))
     one = dict_apply(counter["obs"], lambda value: value[:1])
     return {
         **{f"val/{key}": value for key, value in summary(found).items()},
@@ -52,7 +52,7 @@ def report(cfg: DictConfig, policy: Any, held_out: Any, limit: int | None, pictu
         "latency_ms": latency(policy, one, policy.device),
         "device": str(policy.device),
         "torch_threads": torch.get_num_threads(),
-        "pictures": [str(path) for path in drawn],
+        "figures": [str(path) for path in drawn],
     }
 
 

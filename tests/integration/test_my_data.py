@@ -3,8 +3,6 @@
 import json
 import os
 import shlex
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -17,9 +15,10 @@ from diffusion_policy.common.config_util import build
 from diffusion_policy.common.errors import ConfigError, DataError
 from diffusion_policy.dataset.recordings import open_recordings
 from diffusion_policy.scripts import eval as eval_script
+from diffusion_policy.scripts import export
 from diffusion_policy.scripts.train import with_cameras
 from diffusion_policy.workspace.settings import check_task
-from tests.util import ROOT, equal, load_config, train_here
+from tests.util import command, equal, load_config, train_here
 
 LENGTHS = (30, 24, 27, 22, 25, 31)
 
@@ -249,6 +248,22 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(lerobot, tmp_path):
     assert equal(again.model.state_dict(), whole.model.state_dict())
 
 
+def test_a_policy_with_relative_actions_is_exported(lerobot, tmp_path, capsys):
+    train_here(tmp_path / "run", "train_idp_mlp_lowdim", *overrides(lerobot, "task.relative_actions=true"))
+    capsys.readouterr()
+    export.main(["-c", str(tmp_path / "run")])
+    said = capsys.readouterr().out
+    assert "20 Hz" in said and "of the dataset" in said and "eval.py" not in said  # there is no simulator
+    graph, policy = (load_policy(tmp_path / "run" / name) for name in ("latest.onnx", "checkpoints/latest.ckpt"))
+    obs = {"obs": torch.randn(3, 2, 4)}
+    torch.testing.assert_close(
+        graph.predict_action(obs)["action"], policy.predict_action(obs)["action"], rtol=0, atol=1e-4
+    )
+    with pytest.raises(SystemExit):
+        eval_script.main(["--checkpoint", str(tmp_path / "run/latest.onnx"), "--open-loop"])
+    assert "needs the checkpoint" in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------------- open loop
 def test_open_loop_report_of_a_policy_with_rotations(relative_run, capsys):
     workspace, output = relative_run
@@ -260,8 +275,8 @@ def test_open_loop_report_of_a_policy_with_rotations(relative_run, capsys):
     assert found["steps"] == workspace.val_stream.source.dataset.replay_buffer.episode_lengths[found["episodes"]].sum()
     said = capsys.readouterr().out
     assert "mean variance explained" in said and "1 held-out episodes" in said
-    assert {os.path.basename(path) for path in log["pictures"]} == {f"episode_{found['episodes'][0]}.png", "errors.png"}
-    assert all(os.path.isfile(path) for path in log["pictures"])
+    assert {os.path.basename(path) for path in log["figures"]} == {f"episode_{found['episodes'][0]}.png", "errors.png"}
+    assert all(os.path.isfile(path) for path in log["figures"])
 
 
 def test_open_loop_of_a_task_with_a_simulator(tmp_path, capsys):
@@ -284,13 +299,13 @@ def test_open_loop_needs_held_out_episodes(tmp_path, capsys):
 # ---------------------------------------------------------------------- commands
 def test_two_commands_from_a_folder_to_a_training_run(lerobot, tmp_path):
     """The command that inspect_data prints trains on the data as they are."""
-    inspect = run("-m", "diffusion_policy.scripts.inspect_data", str(lerobot), cwd=tmp_path)
+    inspect = command("diffusion_policy.scripts.inspect_data", lerobot, cwd=tmp_path)
     assert inspect.returncode == 0, inspect.stderr
     printed = [line.strip() for line in inspect.stdout.splitlines() if line.strip().startswith("python train.py")]
     assert len(printed) == 2 and "task.cameras" in printed[1]
     words = [word for word in shlex.split(printed[1])[2:] if not word.startswith("preset=")]
     small = ["preset=debug", f"hydra.run.dir={tmp_path / 'run'}", f"task.cache_dir={tmp_path}"]
-    done = run(str(ROOT / "train.py"), *words, *small, cwd=tmp_path)
+    done = command("train.py", *words, *small, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "val/variance_explained" in done.stdout
     cfg = OmegaConf.load(tmp_path / "run/config.yaml")
@@ -301,16 +316,5 @@ def test_two_commands_from_a_folder_to_a_training_run(lerobot, tmp_path):
 def test_other_formats_and_a_missing_path(tmp_path):
     cfg = load_config("train_idp_mlp_lowdim", *overrides(write_npz(tmp_path / "takes", (30, 30))))
     assert cfg.task.obs_dim == 4 and cfg.task.fps == 20
-    done = run(str(ROOT / "train.py"), "task=my_data", "preset=debug", cwd=tmp_path)
+    done = command("train.py", "task=my_data", "preset=debug", cwd=tmp_path)
     assert done.returncode == 2 and "task.path" in done.stderr and len(done.stderr.splitlines()) == 1
-
-
-def run(*arguments, cwd=ROOT):
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )

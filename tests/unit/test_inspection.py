@@ -175,13 +175,24 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         assert words in out
     assert (tmp_path / "data/outputs/inspection/my set.html").stat().st_size > 5000
     numbers, images = out.strip().splitlines()[-2:]
-    common = ["task=my_data", f'task.path="{folder}"', "preset=cpu"]
+    common = ["task=my_data", f'task.path="{folder}"', "preset=cpu", "task.relative_actions=true"]
     assert shlex.split(numbers) == [
         *("python", "train.py", "--config-name=train_idp_mlp_lowdim", *common, "task.skip_broken=true")
     ]
     assert shlex.split(images)[2:] == [
         *("--config-name=train_idp_unet_lowdim", *common, f"task.cameras=[{make.CAMERA}]", "task.skip_broken=true")
     ]
+
+
+def test_relative_actions_are_suggested_for_position_control(tmp_path):
+    facts = measure(open_recordings(make.write_npz(tmp_path / "arm", (40, 30))), quiet=True)
+    assert facts.relation.is_position_control and "task.relative_actions=true" in training_commands(facts)[0]
+    facts.relation.lag, facts.relation.position = 0, 1.0  # the observation itself
+    assert "task.relative_actions" not in training_commands(facts)[0]
+    facts.relation.position = 0.1  # a velocity, or a torque
+    assert "task.relative_actions" not in training_commands(facts)[0]
+    facts.relation = None
+    assert "task.relative_actions" not in training_commands(facts)[0]
 
 
 def test_the_command_for_images(tmp_path):

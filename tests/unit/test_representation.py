@@ -137,3 +137,9 @@ def test_robots_and_servers_see_the_recorded_sizes():
 def test_a_damaged_section_is_one_line():
     with pytest.raises(ConfigError, match=r"task\.representation cannot be read"):
         Representation.from_config({"obs": {"obs": {"width": "many", "rotations": []}}, "relative": None})
+
+
+@pytest.mark.parametrize("task", [None, [], "pusht"])
+def test_acting_needs_no_task(task):
+    target = f"{Remembers.__module__}.Remembers"
+    assert type(build_policy(OmegaConf.create({"policy": {"_target_": target}, "task": task}))) is Remembers

@@ -73,13 +73,13 @@ def relation(facts: Facts) -> Iterator[Finding]:
         )
     elif relation.position > 0.8:
         when = f"{relation.lag} steps later" if relation.lag else "at the same step"
-        advice = "Position control. task.relative_actions=true learns the way from the current state instead."
-        if relation.lag == 0 and relation.position > 0.9999:
+        advice = "Position control. task.relative_actions=true, as below, learns the way from the current state."
+        if relation.is_itself:
             advice = (
                 f"The action is the observation itself, not what was commanded: shift it by a step, or use {action} = "
             )
             advice += "next observation."
-        level = WARNING if "itself" in advice else NOTE
+        level = WARNING if relation.is_itself else NOTE
         yield Finding(level, f"{action} = {relation.key} {when} (explains {relation.position:.1%})", advice)
     elif relation.delta > 0.5:
         yield Finding(

@@ -1,4 +1,4 @@
-"""Small pictures for the page, as SVG and JPEG: they need no script and no other file."""
+"""Small figures for the page, as SVG and JPEG: they need no script and no other file."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _svg(width: int, height: int, content: str) -> str:
     return f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}">{content}</svg>'
 
 
-def picture(frame: np.ndarray, height: int = 150) -> str:
+def photograph(frame: np.ndarray, height: int = 150) -> str:
     """An image as a data address."""
     import cv2
 

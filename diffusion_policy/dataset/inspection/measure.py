@@ -72,6 +72,16 @@ class Relation:
         change, centred = np.diff(state, axis=0), action[:-1] - self.mean
         self.products += [(change * centred).sum(axis=0), (change**2).sum(axis=0), (centred**2).sum(axis=0)]
 
+    @property
+    def is_itself(self) -> bool:
+        """Whether the action is the observation of the same step."""
+        return self.lag == 0 and self.position > 0.9999
+
+    @property
+    def is_position_control(self) -> bool:
+        """Whether the action is where the observation goes."""
+        return self.position > 0.8 and not self.is_itself
+
     def finish(self) -> None:
         """position: variance of the action that the observation explains, at its best lag; delta: by its change."""
         moving = self.variance > 1e-12

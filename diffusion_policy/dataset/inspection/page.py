@@ -97,7 +97,7 @@ def _marks(vector: Vector, number: int) -> str:
 
 
 def _cameras(facts: Facts) -> Iterator[str]:
-    """Pictures of every camera: one short episode from its start to its end, and the starts of others."""
+    """Frames of every camera: one short episode from its start to its end, and the starts of others."""
     recordings = facts.recordings
     for camera in recordings.cameras:
         there = [index for index in range(len(recordings)) if index not in set(facts.missing[camera])]
@@ -114,5 +114,5 @@ def _cameras(facts: Facts) -> Iterator[str]:
             yield f"<p>{escape(str(error))}</p>"
             continue
         for title, frames in ((recordings.episode_names[shortest], strip), ("starts of other episodes", starts)):
-            images = "".join(f'<img alt="" src="{drawing.picture(frame)}">' for frame in frames)
+            images = "".join(f'<img alt="" src="{drawing.photograph(frame)}">' for frame in frames)
             yield f'<div class="small">{escape(title)}</div><div class="frames">{images}</div>'

@@ -42,7 +42,7 @@ def feature_title(vector: Vector) -> str:
 
 
 def report(facts: Facts, findings: Sequence[Finding]) -> str:
-    """Everything but the pictures."""
+    """Everything but the figures."""
     lines = [str(facts.recordings.path), *(f"  {name:10} {value}" for name, value in overview(facts))]
     for vector in facts.vectors.values():
         lines += ["", f"  {feature_title(vector)}"]
@@ -62,6 +62,8 @@ def training_commands(facts: Facts) -> list[str]:
     """What to run next: with the numbers alone and, if there are images, with all cameras."""
     recordings = facts.recordings
     common = ["task=my_data", override("task.path", os.path.abspath(recordings.path)), "preset=cpu"]
+    if facts.relation is not None and facts.relation.is_position_control:
+        common.append("task.relative_actions=true")
     whole = len(facts.whole) == len(recordings)
     skip = ["task.skip_broken=true"] if recordings.left_out else []
     commands = [["--config-name=train_idp_mlp_lowdim", *common, *skip]]

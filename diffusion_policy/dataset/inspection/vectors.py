@@ -48,7 +48,7 @@ class Vector:
         self.sums += [flat.sum(axis=0), (flat**2).sum(axis=0), np.abs(steps).sum(axis=0), (steps**2).sum(axis=0)]
         self.count += len(flat)
         self.changes += len(steps)
-        self.rows.append(flat[:: self.stride])
+        self.rows.append(flat[:: self.stride].copy())  # a view would keep the whole episode
         return flat
 
     def finish(self) -> None:

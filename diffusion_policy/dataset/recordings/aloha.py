@@ -1,4 +1,4 @@
-"""Episodes as ALOHA and ACT record them: one HDF5 file each, images raw or as JPEG pictures."""
+"""Episodes as ALOHA and ACT record them: one HDF5 file each, images raw or as JPEG."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AlohaRecordings(Recordings):
             with self._leaving_out():
                 layout = self._layout(file)
                 length = layout["action"][0][0]
-                shapes = {key: shape[1:] if key != "pictures" else shape for key, (shape, _, _) in layout.items()}
+                shapes = {key: shape[1:] for key, (shape, _, _) in layout.items()}
                 if first is None:
                     first = shapes
                     self._describe(file, layout)
@@ -39,7 +39,7 @@ class AlohaRecordings(Recordings):
                 self._add(file.name, length, file)
 
     def _layout(self, file: Path) -> dict[str, tuple[tuple, str, str]]:
-        """{feature or camera: (shape, dtype, name in the file)}; encoded pictures have the shape (T, 0)."""
+        """{feature or camera: (shape, dtype, name in the file)}; encoded images have the shape (T, 0)."""
         datasets = members(file, self.pool)["datasets"]
         if "action" not in datasets or not any(name.startswith(OBSERVATIONS) for name in datasets):
             raise DataError(
@@ -65,7 +65,7 @@ class AlohaRecordings(Recordings):
         }
         for key, (shape, dtype, name) in layout.items():
             if key in self.encoded:
-                facts, _ = self.pool.ask_once("hdf5_picture_size", file, key=name)
+                facts, _ = self.pool.ask_once("hdf5_image_size", file, key=name)
                 self.cameras[key] = Camera(facts["height"], facts["width"])
             elif name.startswith(IMAGES):
                 if len(shape) != 4 or shape[3] != 3:
@@ -88,6 +88,6 @@ class AlohaRecordings(Recordings):
     def _frames(self, index: int, camera: str, count: int, block: int) -> Iterator[np.ndarray]:
         shape = self.cameras[camera].shape
         arguments: dict[str, Any] = dict(key=self.names[camera], shape=shape, count=count, block=block)
-        arguments |= dict(pictures=camera in self.encoded, memory=MEMORY_PER_BYTE * block * math.prod(shape))
+        arguments |= dict(encoded=camera in self.encoded, memory=MEMORY_PER_BYTE * block * math.prod(shape))
         for _, arrays in self.pool.ask("hdf5_images", self.places[index], **arguments):
             yield arrays["frames"]
