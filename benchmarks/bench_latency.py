@@ -16,7 +16,7 @@ def run(quick: bool = False) -> list[dict]:
         for preset in ("cpu",) if quick else PRESETS:
             for backbone in ("mlp",) if quick else ("transformer", "unet", "mlp"):
                 methods = ("MIP",) if quick else ("DP", "DDIM", "MIP")
-                rows = measure(backbone, preset, methods, 2 if quick else 5, 50 if quick else 200)
+                rows = measure(backbone, preset, methods, 2 if quick else 3, 50 if quick else 200)
                 detail = (
                     f"IDP {p50(rows, 'IDP', 'eager'):.3g} ms, in ONNX Runtime {p50(rows, 'IDP', 'ONNX Runtime'):.3g} ms"
                 )

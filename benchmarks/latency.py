@@ -14,6 +14,7 @@ import pathlib
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 
 from benchmarks.__main__ import machine
 from benchmarks.common import compose, make_policy
@@ -32,14 +33,19 @@ EXPORTED = {"paper": 2, "cpu": 5}
 TAIL = 1.5
 
 
+def policy_config(backbone: str, preset: str) -> DictConfig:
+    """Compose IDP for observations of 19 numbers and actions of 10, as those of an arm; PushT's features do not fit."""
+    return compose(f"train_idp_{backbone}_lowdim", f"preset={preset}", "state_features=none").policy
+
+
 def measure(
     backbone: str, preset: str, methods: tuple[str, ...], windows: int, calls: int, compiled: bool = False
 ) -> list[report.Row]:
-    """Time IDP and other methods on one network: observations of 19 numbers, actions of 10, as those of an arm."""
-    cfg = compose(f"train_idp_{backbone}_lowdim", f"preset={preset}")
-    policy = make_policy(cfg.policy).eval()
+    """Time IDP and other methods on one network."""
+    section = policy_config(backbone, preset)
+    policy = make_policy(section).eval()
     obs = {"obs": torch.randn(1, policy.n_obs_steps, policy.obs_dim)}
-    policies = {"IDP": policy, **{label: stand_in(label, policy, cfg.policy) for label in methods}}
+    policies = {"IDP": policy, **{label: stand_in(label, policy, section) for label in methods}}
     own = ("eager", *["compiled"] * compiled, "ONNX Runtime")
     return compare(policies, obs, windows, calls, 2.0, lambda label: own if label == "IDP" else ("eager",))
 

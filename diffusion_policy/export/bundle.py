@@ -115,7 +115,10 @@ def use_ddim(policy: Any, steps: int) -> None:
 
 
 def task_rate(cfg: dict[str, Any], where: str) -> float | None:
-    """Return the rate of the task's environment, if it is known without building one."""
+    """Return the rate of the recording, or of the task's environment if it is known without building one."""
+    fps = cfg["task"].get("fps") if isinstance(cfg.get("task"), dict) else None
+    if isinstance(fps, (int, float)) and 0 < fps < 1e6:
+        return float(fps)
     try:
         section = checked_config(cfg, where, ("policy", "task.env_runner"))
         if section["task"]["env_runner"] is None:

@@ -87,7 +87,7 @@ class Graph(nn.Module):
 
 def acting(policy: Any) -> Any:
     """Return `predict_action` without its checks of values, if the policy has it."""
-    return getattr(policy, "act", policy.predict_action)
+    return getattr(policy, "act_recorded", getattr(policy, "act", policy.predict_action))
 
 
 @torch.no_grad()

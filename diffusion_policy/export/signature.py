@@ -80,10 +80,13 @@ def signature_of(policy: Any, draws: Sequence[tuple[int, ...]] = (), rate_hz: fl
         raise ConfigError(
             f"{type(policy).__name__} cannot be exported: it has no obs_shapes(), the shape of each observation's entry"
         )
-    if hasattr(policy, "representation"):
+    representation = getattr(policy, "representation", None)
+    if representation is not None and any(
+        field.rotations for field in (*representation.obs.values(), representation.action)
+    ):
         raise ConfigError(
-            "this policy converts rotations or relative actions (task.rotations, task.relative_actions), which a graph "
-            "does not hold: serve its checkpoint instead, or train without them"
+            "this policy converts rotations (task.rotations), which a graph does not hold: serve its checkpoint "
+            "instead, or train without them"
         )
     steps = policy.n_obs_steps
     inputs = []
@@ -93,7 +96,7 @@ def signature_of(policy: Any, draws: Sequence[tuple[int, ...]] = (), rate_hz: fl
         inputs.append(Field(key, (steps, *shape), kind, low, high))
     if draws:
         inputs.append(Field(NOISE, (len(draws), *draws[0][1:]), NOISE))
-    low, high = recorded_range(policy, "action", (policy.action_dim,))
+    low, high = action_range(policy)
     chunk = policy.n_action_steps if getattr(policy, "pred_action_steps_only", False) else policy.horizon
     outputs = (
         Field("action", (policy.n_action_steps, policy.action_dim), "action", low, high),
@@ -102,6 +105,21 @@ def signature_of(policy: Any, draws: Sequence[tuple[int, ...]] = (), rate_hz: fl
     start = getattr(policy, "action_start", steps - bool(getattr(policy, "oa_step_convention", True)))
     name, calls = type(policy).__name__, int(policy.nfe)
     return Signature(tuple(inputs), outputs, name, steps, policy.n_action_steps, start, calls, rate_hz)
+
+
+def action_range(policy: Any) -> tuple[Any, Any]:
+    """Bounds of each dimension of the actions in the dataset; of relative ones, those of the sum with the state."""
+    bounds = recorded_range(policy, "action", (policy.action_dim,))
+    relative = policy.representation.relative if hasattr(policy, "representation") else None
+    if relative is None:
+        return bounds
+    key, first, last = relative
+    states = recorded_range(policy, key, policy.obs_shapes()[key][-1:])
+    low, high = (
+        tuple(a + b for a, b in zip(bound, state[first:last], strict=True))
+        for bound, state in zip(bounds, states, strict=True)
+    )
+    return low, high
 
 
 def recorded_range(policy: Any, key: str, shape: Sequence[int]) -> tuple[Any, Any]:

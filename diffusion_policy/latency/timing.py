@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -97,9 +98,14 @@ def measure(
 ) -> dict[Any, Timing]:
     """Time the tasks in turn, A, B, A, B, ..., so that other load affects all of them."""
     timings = {name: warm_up(task) for name, task in tasks.items()}
-    for _ in range(windows):
-        for name, task in tasks.items():
-            wall, cpu = zip(*window(task, calls, seconds), strict=True)
-            timings[name].windows.append([*wall])
-            timings[name].cpu.append([*cpu])
+    gc.collect()
+    gc.freeze()  # as the executor and the server do: a collection over torch's modules takes longer than a call
+    try:
+        for _ in range(windows):
+            for name, task in tasks.items():
+                wall, cpu = zip(*window(task, calls, seconds), strict=True)
+                timings[name].windows.append([*wall])
+                timings[name].cpu.append([*cpu])
+    finally:
+        gc.unfreeze()
     return timings

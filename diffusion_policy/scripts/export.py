@@ -131,6 +131,13 @@ def write_quantized(bundle: Any, data: bytes, output: pathlib.Path, episodes: in
     print(f"written  {output} ({len(small) / 1e6:.1f} MB)")
 
 
+def has_simulator(output: pathlib.Path) -> bool:
+    """Return whether eval.py can play the task of an export."""
+    from diffusion_policy.storage import checkpoint_io
+
+    return checkpoint_io.load(output, check_config=False)["cfg"].get("task", {}).get("env_runner") is not None
+
+
 def main(arguments: list[str] | None = None) -> None:
     with reporting():
         options = parser().parse_args(arguments)
@@ -138,7 +145,7 @@ def main(arguments: list[str] | None = None) -> None:
 
         register_resolvers()
         output = export(options)
-    if options.format != "torchscript":
+    if options.format != "torchscript" and has_simulator(output):
         print(f"next     {shell_command('python', 'eval.py', '--checkpoint', output)}")
 
 

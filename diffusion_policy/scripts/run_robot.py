@@ -26,7 +26,9 @@ from diffusion_policy.common.errors import ConfigError
 
 def parser() -> argparse.ArgumentParser:
     out = Parser(prog="run_robot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    out.add_argument("-c", "--checkpoint", required=True, help="a .ckpt file, a run folder, or exported weights")
+    out.add_argument(
+        "-c", "--checkpoint", required=True, help="a .ckpt file, a run folder, or an export (weights, .onnx)"
+    )
     out.add_argument("--best", action="store_true", help="of a run folder: the checkpoint with the best score")
     out.add_argument("-d", "--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
     out.add_argument(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import os
 import signal
 from typing import Any
@@ -31,7 +32,9 @@ def positive(text: str) -> int:
 
 def parser() -> argparse.ArgumentParser:
     out = Parser(prog="serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    out.add_argument("-c", "--checkpoint", required=True, help="a .ckpt file, a run folder, or exported weights")
+    out.add_argument(
+        "-c", "--checkpoint", required=True, help="a .ckpt file, a run folder, or an export (weights, .onnx)"
+    )
     out.add_argument("--best", action="store_true", help="of a run folder: the checkpoint with the best score")
     out.add_argument("-d", "--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
     out.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine only)")
@@ -73,6 +76,8 @@ def main(arguments: list[str] | None = None) -> None:
         from diffusion_policy.policy.loading import load_policy
 
         policy = load_policy(options.checkpoint, options.device, options.best, options.trust_checkpoint)
+        gc.collect()
+        gc.freeze()  # a collection over torch's modules takes longer than a request
         limits = {"max_batch": options.max_batch, "max_clients": options.max_clients}
         asyncio.run(serve(PolicyServer(policy, options.host, options.port, token, **limits)))
 

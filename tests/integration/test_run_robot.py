@@ -10,6 +10,7 @@ from diffusion_policy.common.errors import ConfigError
 from diffusion_policy.policy.interface import ChunkPredictor, interface_of
 from diffusion_policy.real_world import ActionChunkExecutor, DelayedPlanner, SimulatedClock
 from diffusion_policy.real_world.simulated import pusht
+from diffusion_policy.scripts import export
 from diffusion_policy.scripts.run_robot import main
 
 
@@ -18,7 +19,11 @@ def checkpoint(tmp_path_factory):
     return export_untrained(tmp_path_factory.mktemp("export"), "train_idp_mlp_lowdim", "preset=debug")
 
 
-def test_the_simulator_runs_in_real_time(checkpoint, tmp_path, capsys):
+@pytest.mark.parametrize("exported", [False, True], ids=["weights", "onnx"])
+def test_the_simulator_runs_in_real_time(checkpoint, exported, tmp_path, capsys):
+    if exported:
+        export.main(["-c", str(checkpoint), "-o", str(tmp_path / "model.onnx")])
+        checkpoint = tmp_path / "model.onnx"
     main(["-c", str(checkpoint), "--hz", "100", "--seconds", "0.5", "-o", str(tmp_path / "out"), "--max-step", "5"])
     report = json.loads((tmp_path / "out/cadence.json").read_text())
     assert report["steps"] >= 50 and report["fault"] is None and report["plans"]["accepted"] > 0

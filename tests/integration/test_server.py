@@ -22,7 +22,9 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from benchmarks.untrained import export_untrained, untrained
+from diffusion_policy import load_policy
 from diffusion_policy.common.errors import ConfigError
+from diffusion_policy.scripts import export
 from diffusion_policy.serving.background import in_background
 from diffusion_policy.serving.codec import decode, encode
 from diffusion_policy.serving.server import PolicyServer
@@ -315,18 +317,25 @@ def start(checkpoint, *arguments, **environment):
     )
 
 
-def test_the_command_serves_a_policy_and_ends_well(tmp_path):
-    export_untrained(tmp_path, "train_regression_mlp_lowdim", "preset=debug")
-    process = start(tmp_path, POLICY_SERVER_TOKEN="s3cret")
+@pytest.mark.parametrize("file", ["weights", "weights.onnx"])
+def test_the_command_serves_a_policy_and_ends_well(file, tmp_path):
+    weights = export_untrained(tmp_path / "weights", "train_regression_mlp_lowdim", "preset=debug")
+    if file.endswith(".onnx"):
+        export.main(["-c", str(weights)])
+    process = start(tmp_path / file, POLICY_SERVER_TOKEN="s3cret")
     try:
         first = process.stdout.readline()
         port = int(re.search(r"ws://127.0.0.1:(\d+)", first)[1])
         robot = openpi.WebsocketClientPolicy("127.0.0.1", port, api_key="s3cret")
-        assert robot.infer({"obs": np.zeros(5)})["actions"].shape == (8, 2)
+        step = np.linspace(0, 1, 5, dtype=np.float32)
+        actions = [robot.infer({"obs": factor * step})["actions"] for factor in (1, 2)]
     finally:
         process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0 and "stopping" in out and not err
+    history = torch.from_numpy(np.stack([step, 2 * step]))[None]
+    expected = load_policy(weights, "cpu").predict_action({"obs": history})["action"][0]
+    np.testing.assert_allclose(actions[1], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(

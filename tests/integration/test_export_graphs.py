@@ -5,13 +5,16 @@ import json
 import onnx
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from diffusion_policy.common.errors import ConfigError
+from diffusion_policy.common.representation import Field, Representation
 from diffusion_policy.export import graph, parity, writers
 from diffusion_policy.export.bundle import onnx_of, use_ddim
 from diffusion_policy.export.signature import from_json, signature_of
 from diffusion_policy.model.common.normalizer import LinearNormalizer, SingleFieldLinearNormalizer
 from diffusion_policy.policy.onnx_policy import onnx_policy
+from diffusion_policy.policy.represented import build_policy
 from diffusion_policy.storage import onnx_io
 from tests.util import load_config
 
@@ -71,10 +74,43 @@ def test_every_sampler_is_one_graph(objective):
         ("train_idp_mlp_image", IMAGES),
         ("train_idp_unet_pointcloud", ()),
         ("train_diffusion_mlp_lowdim", ("num_inference_steps=3",)),
+        ("train", ("objective=edm_teacher", "backbone=mlp", "policy.nfe=3")),
     ],
 )
 def test_every_backbone_and_modality_is_one_graph(name, overrides):
     check(make(name, *overrides))
+
+
+@pytest.mark.parametrize(
+    "name, calls",
+    [
+        ("train_idp_mlp_lowdim", ()),
+        ("train_diffusion_transformer_lowdim_workspace", ("policy.num_inference_steps=2",)),  # it has no `act`
+    ],
+)
+def test_relative_actions_are_in_the_graph(name, calls):
+    cfg = load_config(name, "preset=debug", *calls)
+    size = cfg.policy.action_dim
+    fields = {"obs": {"obs": Field(cfg.policy.obs_dim)}, "action": Field(size)}
+    absolute = make(name, *calls)
+    OmegaConf.set_struct(cfg, False)
+    cfg.task.representation = Representation(**fields, relative=("obs", 1, 1 + size)).to_config()
+    policy = build_policy(cfg)
+    policy.load_state_dict(absolute.state_dict())
+    policy.eval()
+    signature = graph.describe(policy)
+    stats = policy.normalizer["obs"].get_input_stats()["max"][1 : 1 + size]
+    expected = policy.normalizer["action"].get_input_stats()["max"] + stats
+    assert signature.action.high == pytest.approx(expected.tolist())
+    check(policy)
+    obs = {"obs": torch.randn(2, policy.n_obs_steps, policy.obs_dim)}
+    exported = onnx_of(policy)
+    results = []
+    for each in (absolute, exported):
+        torch.manual_seed(0)
+        results.append(each.predict_action(obs)["action"])
+    now = obs["obs"][:, policy.n_obs_steps - 1 :, 1 : 1 + size]
+    torch.testing.assert_close(results[0] + now, results[1], rtol=0, atol=1e-3)
 
 
 def test_ddim_is_unrolled():
