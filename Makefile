@@ -2,6 +2,7 @@
 # make train      train IDP on PushT with the small preset, evaluate it, show where everything is
 # make test       install and run the test suite
 # make test-fast  run the unit tests only, in under three minutes
+# make test-lerobot  check that lerobot opens what inspect_data writes, in .venv-lerobot (Python 3.12, several GB)
 # make lint       ruff (rules and format) and mypy
 # make format     let ruff rewrite the files
 # make docs       build the documentation into site/
@@ -15,6 +16,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := -m pip install --quiet --disable-pip-version-check
 DOCS := .venv-docs
+LEROBOT := .venv-lerobot
+PYTHON312 ?= python3.12
 CONFIG ?= train_idp_mlp_lowdim
 PRESET ?= cpu
 ARGS ?=
@@ -25,7 +28,7 @@ RENDERER := { [ "$$(id -u)" = 0 ] && $(APT) >/dev/null 2>&1 || { apt-get update 
 # spin, so the other targets leave that setting alone.
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
-.PHONY: setup train test test-fast lint format docs bench fuzz faults mistakes soak clean
+.PHONY: setup train test test-fast test-lerobot lint format docs bench fuzz faults mistakes soak clean
 setup: $(VENV)/.installed
 
 # torch first and alone: a pinned version keeps pip from choosing another build for the packages after it.
@@ -54,6 +57,12 @@ $(DOCS)/.installed: requirements-docs.txt
 	$(DOCS)/bin/python $(PIP) -r requirements-docs.txt
 	@touch $@
 
+# lerobot accepts no torch as new as ours, and its newest version no Python 3.11.
+$(LEROBOT)/.installed:
+	$(PYTHON312) -m venv $(LEROBOT)
+	$(LEROBOT)/bin/python $(PIP) 'lerobot[dataset]==0.6.1'
+	@touch $@
+
 train: setup
 	$(PY) train.py --config-name=$(CONFIG) preset=$(PRESET) $(ARGS)
 
@@ -62,6 +71,9 @@ test: setup
 
 test-fast: setup
 	$(PYTEST) tests/unit $(ARGS)
+
+test-lerobot: setup $(LEROBOT)/.installed
+	LEROBOT_PYTHON=$(CURDIR)/$(LEROBOT)/bin/python $(PY) -m pytest tests/unit/test_conversion.py -k lerobot_opens $(ARGS)
 
 lint: $(VENV)/.linters
 	$(PY) -m ruff check .
@@ -84,4 +96,4 @@ fuzz faults mistakes soak: setup
 	OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 $(PY) -m benchmarks.$@ --output results/reliability/$@.json $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(DOCS) site build dist *.egg-info
+	rm -rf $(VENV) $(DOCS) $(LEROBOT) site build dist *.egg-info

@@ -17,13 +17,18 @@ import sys
 
 #: name on the command line: what it measures. The module is bench_<name>.py.
 BENCHMARKS = {
-    "geometry": "the conditional geometry: share of a training step, memory (18 GB of memory unless --quick)",
+    "startup": "seconds until the help, and until the first training step",
+    "geometry": "the geometry: share of a training step, growth with the batch, memory (18 GB unless --quick)",
     "step": "a training step of IDP and of Naive Drifting beside MIP's",
+    "compile": "a training step with torch.compile, and proposal and probe in one network call, beside the plain ones",
+    "distributed": "training over ranks: the path at one rank, bytes gathered, two ranks beside one, a cost model",
     "methods": "a training step of every method beside regression's",
     "data": "fetching a batch: share of a training step, gain over sample by sample, memory of images",
     "recordings": "recordings with videos: speed of decoding, share of a training step for a batch",
     "inference": "predict_action beside its bare network, Diffusion Policy beside IDP",
     "latency": "an action chunk at batch 1 on one core: IDP beside DP, DDIM and MIP, ONNX Runtime beside eager",
+    "runtime": "the real-time loop at 50 and 200 Hz beside a policy: late steps, 20 s per case",
+    "server": "the policy server: what it adds to a call, eight clients, bad input, memory",
     "env": "steps of the PushT environment beside gym-pusht's",
     "robomimic": "evaluations on robomimic's tasks: steps per second by task and workers",
     "pointcloud": "point clouds of MetaWorld: cost of a frame, share of an evaluation, sampling, encoder, workers",

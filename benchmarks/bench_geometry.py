@@ -1,4 +1,7 @@
-"""The geometry: its share of a training step, and its memory in units of one (B, B) matrix."""
+"""The geometry: its share of a training step, how its cost grows with the batch, and its memory."""
+
+import math
+import statistics
 
 import torch
 
@@ -7,6 +10,8 @@ from idp_workspace.geometry import geometry_excess
 
 HORIZON, ACTION_DIM, FEATURES = 16, 10, 768
 FULL_BATCH, SMALL_BATCH = 1024, 256
+#: Batches over which the growth of the cost is measured, up to the largest that is meant to run on one device.
+SIZES, QUICK_SIZES = (64, 256, 1024, 4096, 16384), (64, 256, 1024)
 STEP_BYTES = 18e9  # a step of the transformer at FULL_BATCH holds about this much
 
 
@@ -19,10 +24,38 @@ def geometry_task(batch: int):
 def expected_peak(batch: int) -> float:
     """Peak memory by counting, in units of a (B, B) matrix.
 
-    Either the similarities with the normalised features, or the weights with five (B, H D) arrays: a, W a^2, and three
-    temporaries of the variance.
+    Either the similarities with the normalised features, or the weights with six (B, H D) arrays: the centred actions
+    twice, W a^2, and three temporaries of the variance.
     """
-    return max(1 + FEATURES / batch, 1 + 5 * HORIZON * ACTION_DIM / batch)
+    return max(1 + FEATURES / batch, 1 + 6 * HORIZON * ACTION_DIM / batch)
+
+
+def exponent(seconds: dict[int, float]) -> float:
+    """p of the least-squares line log seconds = p log B + c."""
+    x, y = ([math.log(value) for value in values] for values in (seconds.keys(), seconds.values()))
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum((a - mean_x) ** 2 for a in x)
+
+
+def growth(sizes: tuple[int, ...], rounds: int) -> list[dict]:
+    """The cost over the batch in processor time, and the memory of the largest batch."""
+    tasks = {str(size): geometry_task(size) for size in sizes}
+    repeats = {str(size): max(1, 4096 // size) for size in sizes}
+    times = interleaved("geometry over the batch", tasks, rounds, repeats)
+    seconds = {size: statistics.median(times[str(size)].cpu) for size in sizes}
+    large = {size: value for size, value in seconds.items() if size >= sizes[-3]}
+    span, peak = f"{sizes[0]} to {sizes[-1]}", peak_bytes(tasks[str(sizes[-1])])
+    detail = ", ".join(f"{size}: {1e3 * value:.3g} ms" for size, value in seconds.items())
+    return [
+        row(f"geometry, exponent of the cost over the batch, {span}", exponent(seconds), "", detail=detail),
+        row(f"geometry, exponent, {sizes[-3]} to {sizes[-1]}", exponent(large), "", "<= 2.2"),
+        row(
+            f"geometry, peak memory, batch {sizes[-1]}",
+            peak / 1e6,
+            "MB",
+            detail=f"a (B, B) matrix has {4e-6 * sizes[-1] ** 2:.0f} MB",
+        ),
+    ]
 
 
 def run(quick: bool = False) -> list[dict]:
@@ -60,4 +93,5 @@ def run(quick: bool = False) -> list[dict]:
             "< 4",
             f"counted by hand: {expected_peak(FULL_BATCH):.2f}",
         ),
+        *growth(QUICK_SIZES if quick else SIZES, rounds=1 if quick else 3),
     ]

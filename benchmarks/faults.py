@@ -354,7 +354,8 @@ class Trials:
             self._must_end_well(in_child(lambda: train(self.cfg, run), self.log))
             self.lost += [f"{run.name} (small disk): {text}" for text in differences(run, self.reference)]
         finally:
-            subprocess.run(["umount", str(run)], check=True)
+            # A worker process of the last run may still be ending there.
+            subprocess.run(["umount", "--lazy", str(run)], check=True)
 
     def kill_commands(self, number: int, bar: tqdm | None = None) -> None:
         """Signal `number` real train.py processes at random times: SIGKILL, or SIGTERM, which writes a checkpoint."""

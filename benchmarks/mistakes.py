@@ -244,7 +244,13 @@ MISTAKES: dict[str, Mistake] = {
         ("-c README.md", "is not a checkpoint"),
         ("-c {finished}/config.yaml", "is not a checkpoint"),
         ("-c {finished}/checkpoints/latest.ckpt --best", "is not a run folder"),
-        ("{finished}", "required: -c/--checkpoint"),
+        ("{finished}", "one of the arguments -c/--checkpoint --merge is required"),
+        ("-c {finished} --shard 3/2", "is not i/n with whole numbers"),
+        ("-c {finished} --shard half", "is not i/n with whole numbers"),
+        ("-c {finished} -n 1 --shard 1/2", "1 episodes cannot be divided into 2 shards"),
+        ("-c {finished} --open-loop --shard 1/2", "--shard divides the episodes of a simulator"),
+        ("--merge {finished}", "has no shard_i_of_n/eval_log.json"),
+        ("--merge {finished} -n 3", "--merge takes --output_dir and --overwrite only"),
         ("-c", "expected one argument"),
     ),
     "old Python, train.py": Mistake(("PYTHON=3.10",), "Python 3.11 or newer is needed"),
@@ -272,8 +278,8 @@ class Answer:
         return None if mistake.says in self.err else f"no {mistake.says!r}"
 
 
-def in_fork(script: str, arguments: Iterable[str]) -> Answer:
-    """Run train.py or eval.py in a fork of this process."""
+def in_fork(script: str, arguments: Iterable[str], cwd: pathlib.Path = ROOT) -> Answer:
+    """Run train.py, eval.py or a module in a fork of this process."""
     words = list(arguments)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         sys.stdout.flush()
@@ -284,22 +290,26 @@ def in_fork(script: str, arguments: Iterable[str]) -> Answer:
             os.dup2(err.fileno(), 2)
             sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - until the fork ends
             sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
-            _run(script, words)
+            _run(script, words, cwd)
         _, status = os.waitpid(pid, 0)
         texts = [(file.seek(0), file.read().decode())[1] for file in (out, err)]
     return Answer(os.waitstatus_to_exitcode(status), *texts)
 
 
-def _run(script: str, words: list[str]) -> None:
-    """In the fork: what Python does with a script."""
+def _run(script: str, words: list[str], cwd: pathlib.Path) -> None:
+    """In the fork: what Python does with a script, or a module."""
     code = 1
     try:
-        os.chdir(ROOT)
+        os.chdir(cwd)
         torch.set_num_threads(1)
         if words == ["PYTHON=3.10"]:
             sys.version_info = (3, 10, 0, "final", 0)  # type: ignore[assignment]
         sys.argv = [script, *words]
-        runpy.run_path(str(ROOT / script), run_name="__main__")
+        if script.endswith(".py"):
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        else:
+            sys.modules.pop(script, None)
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)

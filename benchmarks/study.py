@@ -4,7 +4,8 @@
 
 A study is a YAML file with a name, overrides for all runs, and the runs, each with a name, a config and overrides; or
 with a grid of tasks, methods (a config and overrides) and seeds. With `seeds` beside `runs`, each run is made with each
-seed, and the table has means over them and, if a `reference` run is named, paired differences to it.
+seed (or those of its own `seeds`), and the table has means over them and, if a `reference` run is named, paired
+differences to it.
 
 Runs and tables go to data/studies/<study>/. Every run is trained: a study that was stopped continues where it stopped,
 a finished one is moved aside and made again. --keep takes finished rows with the same command instead, from the last
@@ -203,7 +204,12 @@ def open_loop(study: dict[str, Any]) -> bool:
 def runs_of(study: dict[str, Any]) -> list[dict[str, Any]]:
     """The runs of a study or of its grid, all tasks and methods with the first seed first, for an early comparison."""
     if "seeds" in study:
-        return [with_seed(entry, seed) for seed in study["seeds"] for entry in study["runs"]]
+        return [
+            with_seed(entry, seed)
+            for seed in study["seeds"]
+            for entry in study["runs"]
+            if seed in entry.get("seeds", study["seeds"])
+        ]
     if "grid" not in study:
         return study["runs"]
     grid = study["grid"]
@@ -328,7 +334,7 @@ def grid_table(study: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
 def tables(study: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     if open_loop(study):
-        return study_open_loop.table(rows)
+        return study_open_loop.table(rows, study.get("reference"))
     if "seeds" in study:
         return seed_table(study, rows)
     return grid_table(study, rows) if "grid" in study else table(rows)
@@ -432,7 +438,10 @@ def main(arguments: list[str] | None = None) -> None:
     rows = [row for name in names if (row := kept.get(name) or new.get(name))]
     write(study, rows, command, output_of(study))
     if options.publish:
-        write(study, rows, command, ROOT / "results" / study["name"])
+        published = ROOT / "results" / study["name"]
+        write(study, rows, command, published)
+        if open_loop(study):
+            study_open_loop.copy_pictures(output_of(study), rows, study.get("reference"), published)
     if len(rows) == len(every):
         write_json(output_of(study) / "state.json", {"finished": True, "commands": {}})
     print((output_of(study) / "README.md").read_text())

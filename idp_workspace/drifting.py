@@ -15,6 +15,7 @@ is that of the squared error (Proposition 3.1 of the paper).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -26,6 +27,7 @@ TEMPERATURES = (0.02, 0.05, 0.2)
 SELF_MASK = 100.0  # added to a sample's (normalised) distance to itself: it does not repel itself
 MIN_SCALE = 1e-3  # of the mean distance, so that identical samples do not divide by zero
 MIN_RMS = 1e-4
+Average = Callable[[Tensor], Tensor]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,8 +54,15 @@ class Field(Options):
             raise ValueError(f"temperatures={list(self.temperatures)} must be positive, and at least one")
 
 
+def alone(x: Tensor) -> Tensor:
+    """Return x: its mean over one process."""
+    return x
+
+
 @torch.no_grad()
-def scaled_field(x: Tensor, positives: Tensor, weights: Tensor | None, f: Field) -> tuple[Tensor, Tensor]:
+def scaled_field(
+    x: Tensor, positives: Tensor, weights: Tensor | None, f: Field, average: Average = alone
+) -> tuple[Tensor, Tensor]:
     """Return the field in scaled coordinates (N, B, G, S), and the scale (N, B or 1, 1, 1) that divided them.
 
     Args:
@@ -62,6 +71,7 @@ def scaled_field(x: Tensor, positives: Tensor, weights: Tensor | None, f: Field)
         weights: (N, B, P), not negative, or None for one each. A weight of zero removes a positive from the attraction.
             It stays in the softmaxes' denominators, which only rescale a sample's field.
         f: the switches.
+        average: the mean over the processes that share the batch, for the normalisers.
     """
     x, positives = x.detach().float(), positives.detach().float()
     n_generated, size = x.shape[-2:]
@@ -75,7 +85,10 @@ def scaled_field(x: Tensor, positives: Tensor, weights: Tensor | None, f: Field)
         weights = weights.detach().float().unsqueeze(-2)  # (N, B, 1, P)
     scale = x.new_ones(len(x), 1, 1, 1)
     if f.feature_norm:
-        mean = mean_distance(distance, weights, n_generated, (1, 2, 3) if f.feature_norm_scope == "batch" else (2, 3))
+        if f.feature_norm_scope == "batch":
+            mean = mean_distance(distance, weights, n_generated, (1, 2, 3), average)
+        else:
+            mean = mean_distance(distance, weights, n_generated, (2, 3))
         scale = (mean / size**0.5).clamp(min=MIN_SCALE)
         distance = distance / mean.clamp(min=MIN_SCALE)
     if f.self_mask:
@@ -93,7 +106,7 @@ def scaled_field(x: Tensor, positives: Tensor, weights: Tensor | None, f: Field)
         c = torch.cat([-repel * attract.sum(-1, keepdim=True), attract * repel.sum(-1, keepdim=True)], dim=-1)
         v = c @ targets - c.sum(-1, keepdim=True) * x
         if f.drift_norm:
-            v = v / v.square().mean(dim=(1, 2, 3), keepdim=True).sqrt().clamp(min=MIN_RMS)
+            v = v / average(v.square().mean(dim=(1, 2, 3), keepdim=True)).sqrt().clamp(min=MIN_RMS)
         field += v
     return field, scale
 
@@ -107,13 +120,15 @@ def affinity(logits: Tensor, f: Field) -> Tensor:
     return (logits.softmax(dim=-1) * logits.softmax(dim=-2)).clamp(min=f.affinity_floor).sqrt()
 
 
-def mean_distance(distance: Tensor, weights: Tensor | None, n_generated: int, dims: tuple[int, ...]) -> Tensor:
+def mean_distance(
+    distance: Tensor, weights: Tensor | None, n_generated: int, dims: tuple[int, ...], average: Average = alone
+) -> Tensor:
     """Return the mean of distances (N, B, G, G + P) over `dims`, positives counted by their weights (N, B, 1, P)."""
     if weights is None:
-        return distance.mean(dim=dims, keepdim=True)
+        return average(distance.mean(dim=dims, keepdim=True))
     ones = torch.ones_like(weights[..., :1]).expand(*weights.shape[:-1], n_generated)
     share = torch.cat([ones, weights], dim=-1)
-    return (share * distance).mean(dim=dims, keepdim=True) / share.mean(dim=dims, keepdim=True)
+    return average((share * distance).mean(dim=dims, keepdim=True)) / average(share.mean(dim=dims, keepdim=True))
 
 
 def drifting_field(
@@ -133,13 +148,25 @@ def drifting_field(
 
 
 def drifting_loss(
-    generated: Tensor, positives: Tensor, positive_weights: Tensor | None = None, **switches: Any
+    generated: Tensor,
+    positives: Tensor,
+    positive_weights: Tensor | None = None,
+    average: Average = alone,
+    **switches: Any,
 ) -> Tensor:
     """Return mean |(x - sg(x + V)) / scale|^2 over generated (N, B, G, S), with positives (N, B, P, S).
 
-    Its value stays near the square of the number of temperatures by construction. Watch the error of the samples, not
-    the loss.
+    `average` is the mean over the processes that share the batch. The loss stays near the square of the number of
+    temperatures by construction: watch the error of the samples instead.
     """
-    field, scale = scaled_field(generated, positives, positive_weights, Field(**switches))
+    return field_loss(generated, positives, positive_weights, Field(**switches), average)
+
+
+def field_loss(
+    generated: Tensor, positives: Tensor, weights: Tensor | None, f: Field, average: Average = alone
+) -> Tensor:
+    """Return `drifting_loss` with its switches as one object."""
+    with torch.autocast(generated.device.type, enabled=False):
+        field, scale = scaled_field(generated, positives, weights, f, average)
     x = generated / scale
     return (x - (x.detach() + field)).square().mean()

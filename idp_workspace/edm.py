@@ -93,7 +93,7 @@ def slope(denoise: Callable[[Tensor, Tensor], Tensor], x: Tensor, sigma: Tensor)
 def heun_step(
     denoise: Callable[[Tensor, Tensor], Tensor], x: Tensor, sigma: Tensor, to: Tensor, sigma_min: float = SIGMA_MIN
 ) -> Tensor:
-    """Return x at noise `to` from x at `sigma`, both (B,): the mean of the slopes at both ends, two denoiser calls.
+    """Return x at noise `to` from x at `sigma`, both (B,) or (): the mean of the slopes at both ends, two calls.
 
     Steps that end at sigma_min take the first slope alone: there D is the identity by construction and its slope,
     zero, is not the ODE's. If all of them do, the second call is not made.
@@ -113,5 +113,5 @@ def heun(
 ) -> Tensor:
     """Follow the ODE through falling noise levels (n + 1,), with 2 n - 1 denoiser calls if the last is sigma_min."""
     for sigma, to in itertools.pairwise(levels):
-        x = heun_step(denoise, x, sigma.expand(len(x)), to.expand(len(x)), sigma_min)
+        x = heun_step(denoise, x, sigma, to, sigma_min)
     return x

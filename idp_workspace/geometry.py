@@ -6,6 +6,9 @@ Equations are numbered as in the paper. B samples in a batch, F features, H chun
     a   (B, H, D)  expert action chunks a*, normalised
     m   (B, H, D)  geometry excess: large where this observation constrains the action
 
+The neighbours of a sample are the samples of its batch. `among` gives other ones, N of them: each part of a large batch
+looks among the whole batch, and a small batch can also look among samples of other processes or earlier batches.
+
 Nothing here carries a gradient: the geometry shapes the loss, it is not trained. Everything is computed in float32,
 because differences of second moments do not survive half precision. Other readings of the paper, its ablations and the
 full matrix of Appendix A.4 are in `geometry_variants`.
@@ -13,7 +16,7 @@ full matrix of Appendix A.4 are in `geometry_variants`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,34 +27,51 @@ if TYPE_CHECKING:
 EPS = 1e-6
 
 
+class Samples(NamedTuple):
+    """The samples among which neighbours are looked for."""
+
+    phi: Tensor
+    """Features (N, F)."""
+    a: Tensor
+    """Actions (N, H, D)."""
+    first: int = 0
+    """Where the first of those that look for neighbours is itself."""
+
+
 # ------------------------------------------------------------------ Section 4.2: conditional expert geometry
-def similarity(phi: Tensor, tau: float = 1.0, eps: float = EPS) -> Tensor:
-    """Row-normalised inner products s_bar_ij / tau (B, B) of features phi (B, F)."""
-    h = phi / (phi.norm(dim=1, keepdim=True) + eps)  # Eq. (7)
-    s = h @ h.T
+def similarity(phi: Tensor, tau: float = 1.0, eps: float = EPS, among: Tensor | None = None) -> Tensor:
+    """Row-normalised inner products s_bar_ij / tau (B, N) of features phi (B, F) and `among` (N, F), or phi itself."""
+    h = unit(phi, eps)
+    s = h @ (h if among is None or among is phi else unit(among, eps)).T  # Eq. (7)
     sigma, mu = torch.std_mean(s, dim=1, correction=0, keepdim=True)
     return s.sub_(mu).div_((sigma + eps) * tau)  # in place: (B, B) matrices are large
 
 
+def unit(phi: Tensor, eps: float = EPS) -> Tensor:
+    """h = phi / (|phi| + eps)."""
+    return phi / (phi.norm(dim=1, keepdim=True) + eps)
+
+
 def softmax(s: Tensor) -> Tensor:
-    """w_ij = exp(s_ij) / sum_k exp(s_ik), (B, B), in place of s."""
+    """w_ij = exp(s_ij) / sum_k exp(s_ik), in place of s."""
     w = s.sub_(s.amax(dim=1, keepdim=True)).exp_()
     return w.div_(w.sum(dim=1, keepdim=True))
 
 
-def neighbor_weights(phi: Tensor, tau: float = 1.0, eps: float = EPS) -> Tensor:
-    """w (B, B): how much sample j counts as a neighbour of sample i. Rows sum to one; the sample itself is included."""
-    return softmax(similarity(phi, tau, eps))
+def neighbor_weights(phi: Tensor, tau: float = 1.0, eps: float = EPS, among: Tensor | None = None) -> Tensor:
+    """w (B, N): how much sample j counts as a neighbour of sample i. Rows sum to one; the sample itself is included."""
+    return softmax(similarity(phi, tau, eps, among))
 
 
-def conditional_variance(w: Tensor, a: Tensor) -> Tensor:
-    """v_cond_i = sum_j w_ij (a_j - a_i)^2, the diagonal of G_i in Eq. (8): (B, H, D).
+def conditional_variance(w: Tensor, a: Tensor, among: Tensor | None = None) -> Tensor:
+    """v_cond_i = sum_j w_ij (a_j - a_i)^2, the diagonal of G_i in Eq. (8): (B, H, D), with a_j of `among` or of a.
 
-    By moments, W a^2 - 2 a (W a) + a^2, so that the (B, B, H D) differences are never formed. Centring the actions
+    By moments, W a^2 - 2 a (W a) + a^2, so that the (B, N, H D) differences are never formed. Centring the actions
     first does not change the result and keeps the subtraction accurate.
     """
-    a_ = (a - a.mean(dim=0)).flatten(1)
-    v = w @ a_.square() - 2 * a_ * (w @ a_) + a_.square()
+    a_j = a if among is None else among
+    a_i, a_j = (a - a_j.mean(dim=0)).flatten(1), (a_j - a_j.mean(dim=0)).flatten(1)
+    v = w @ a_j.square() - 2 * a_i * (w @ a_j) + a_i.square()
     return v.clamp(min=0).view_as(a)
 
 
@@ -67,32 +87,42 @@ def precision(v: Tensor, eps: float | Tensor = EPS) -> Tensor:
     return s / s.mean(dim=-1, keepdim=True)
 
 
-def excess(phi: Tensor, a: Tensor, eps: float = EPS) -> Tensor:
+def excess(phi: Tensor, a: Tensor, eps: float = EPS, among: Samples | None = None) -> Tensor:
     """m = ReLU(s_cond / (s_ref + eps) - 1), Eq. (10): (B, H, D)."""
-    w = neighbor_weights(phi, eps=eps)
-    s_cond = precision(conditional_variance(w, a), eps)
-    s_ref = precision(reference_variance(a), eps)
+    phi_j, a_j, _ = among or Samples(phi, a)
+    w = neighbor_weights(phi, eps=eps, among=phi_j)
+    s_cond = precision(conditional_variance(w, a, a_j), eps)
+    s_ref = precision(reference_variance(a_j), eps)
     return torch.relu(s_cond / (s_ref + eps) - 1)
 
 
 # ------------------------------------------------------------------ entry points
 @torch.no_grad()
 def compute_excess(
-    features: Tensor, actions: Tensor, geometry: Geometry, v_ref: Tensor | None = None, eps: float = EPS
+    features: Tensor,
+    actions: Tensor,
+    geometry: Geometry,
+    v_ref: Tensor | None = None,
+    eps: float = EPS,
+    among: Samples | None = None,
 ) -> Tensor:
     """Return m as the switches in `geometry` define it, for features (B, F) and actions (B, H, D).
 
-    A batch of fewer than two samples has no neighbourhood: m = 0.
+    Neighbours and reference are those of the batch, or of `among`, which includes the batch. A sample that is alone has
+    no neighbourhood: m = 0. A large batch is computed in parts, so that the memory grows with B, not with B^2.
     """
     from idp_workspace import geometry_variants  # it builds on this module
 
-    if len(actions) < 2:
+    if len(actions if among is None else among.a) < 2:
         return actions.new_zeros(*actions.shape, *actions.shape[2:] if geometry.matrix == "full" else ())
     geometry = geometry_variants.bounded(geometry, actions.dtype)
-    with torch.autocast(actions.device.type, enabled=False):
-        phi, a = features.detach().float().flatten(1), actions.detach().float()
-        m = excess(phi, a, eps) if geometry.is_paper else geometry_variants.excess(phi, a, geometry, v_ref, eps)
-    return m.to(actions.dtype)
+    with torch.autocast(actions.device.type, enabled=False), geometry_variants.without_tf32(actions.device):
+        parts = geometry_variants.in_parts(features, actions, among)
+        if geometry.is_paper:
+            m = [excess(phi, a, eps, others) for phi, a, others in parts]
+        else:
+            m = [geometry_variants.excess(phi, a, geometry, v_ref, eps, others) for phi, a, others in parts]
+    return torch.cat(m).to(actions.dtype)
 
 
 def geometry_excess(

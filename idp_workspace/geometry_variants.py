@@ -6,7 +6,9 @@ runs through `excess` below, which changes one step of the same computation.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 import torch
@@ -14,10 +16,11 @@ from torch import Tensor
 
 from diffusion_policy.model.common.normalizer import LinearNormalizer
 from idp_workspace import geometry
-from idp_workspace.geometry import EPS, conditional_variance, precision, reference_variance
+from idp_workspace.geometry import EPS, Samples, conditional_variance, precision, reference_variance
 from idp_workspace.options import Above, AtLeast, Options
 
 EMA_RATE = 0.99
+ROWS = 1024  # of the weights (B, N) that are in memory at a time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,8 @@ class Geometry(Options):
     """Adds rel_floor * v_ref to both variances. Sharp neighbourhoods (tau < 0.5, or topk) need it."""
     m_clip: Annotated[float | None, AtLeast(0)] = None
     """Upper bound of m, or of the eigenvalues of M."""
+    is_paper = True
+    """Whether all switches have the paper's values; not one of them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,10 +60,9 @@ class Geometry(Options):
         if self.matrix == "full" and self.excess != "relative":
             raise ValueError("matrix='full' is defined with excess='relative' only")
 
-    @property
-    def is_paper(self) -> bool:
-        """Whether all switches have the paper's values."""
-        return all(getattr(self, field.name) == field.default for field in dataclasses.fields(Geometry))
+        # Known beforehand, because torch.compile cannot ask a dataclass for its fields.
+        paper = all(getattr(self, field.name) == field.default for field in dataclasses.fields(Geometry))
+        object.__setattr__(self, "is_paper", paper)
 
 
 def bounded(g: Geometry, dtype: torch.dtype) -> Geometry:
@@ -69,19 +73,61 @@ def bounded(g: Geometry, dtype: torch.dtype) -> Geometry:
     return dataclasses.replace(g, m_clip=largest if g.m_clip is None else min(g.m_clip, largest))
 
 
+@contextlib.contextmanager
+def without_tf32(device: torch.device) -> Iterator[None]:
+    """Multiply matrices in full float32 on a GPU: differences of second moments do not survive the 10 bits of TF32.
+
+    Compiled code does not notice the switch; a compiled training leaves TF32 off.
+    """
+    before = torch.get_float32_matmul_precision() if device.type == "cuda" else "highest"
+    if before == "highest":
+        yield
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def in_parts(
+    features: Tensor, actions: Tensor, among: Samples | None = None
+) -> Iterator[tuple[Tensor, Tensor, Samples | None]]:
+    """Yield at most ROWS samples at a time in float32: phi, a, and among which samples they look for neighbours."""
+    phi, a = plain(features).flatten(1), plain(actions)
+    if among is not None:
+        among = Samples(plain(among.phi).flatten(1), plain(among.a), among.first)
+    elif len(a) > ROWS:
+        among = Samples(phi, a)
+    for i in range(0, len(a), ROWS):
+        yield phi[i : i + ROWS], a[i : i + ROWS], among and among._replace(first=among.first + i)
+
+
+def plain(x: Tensor) -> Tensor:
+    return x.detach().float()
+
+
 # ------------------------------------------------------------------ the diagonal form
-def excess(phi: Tensor, a: Tensor, g: Geometry, v_ref: Tensor | None = None, eps: float = EPS) -> Tensor:
+def excess(
+    phi: Tensor,
+    a: Tensor,
+    g: Geometry,
+    v_ref: Tensor | None = None,
+    eps: float = EPS,
+    among: Samples | None = None,
+) -> Tensor:
     """Return m (B, H, D), or M (B, H, D, D), for any values of the switches; features and actions in float32."""
-    w = neighbor_weights(phi, g, eps)
+    w = neighbor_weights(phi, g, eps, among)
+    a_j = a if among is None else among.a
     if g.reference in ("ema", "dataset"):
         if v_ref is None:
             raise ValueError(f"reference={g.reference!r} needs v_ref, the (H, D) variance to compare with")
         v_ref = v_ref.detach().float()
     else:
-        v_ref = reference_variance(a)
+        v_ref = reference_variance(a_j)
     if g.matrix == "full":
-        return full_excess(w, a, v_ref, g, eps).to(a.dtype)
-    v = conditional_variance(w, a) if g.center == "expert" else variance_around_mean(w, a)
+        return full_excess(w, a, v_ref, g, eps, a_j).to(a.dtype)
+    v = (conditional_variance if g.center == "expert" else variance_around_mean)(w, a, among and among.a)
     if g.granularity == "dim":
         v, v_ref = v.mean(dim=1, keepdim=True), v_ref.mean(dim=0, keepdim=True)
     normalise = precision_over_chunk if g.granularity == "flat" else precision
@@ -93,24 +139,28 @@ def excess(phi: Tensor, a: Tensor, g: Geometry, v_ref: Tensor | None = None, eps
 
 
 @torch.no_grad()
-def neighbor_weights(phi: Tensor, g: Geometry, eps: float = EPS) -> Tensor:
-    """Return w (B, B) under the switches tau, topk, weights and self_neighbor."""
-    batch, phi = len(phi), phi.float()
+def neighbor_weights(phi: Tensor, g: Geometry, eps: float = EPS, among: Samples | None = None) -> Tensor:
+    """Return w (B, N) under the switches tau, topk, weights and self_neighbor; N = B without `among`."""
+    phi = phi.float()
+    phi_j, first = (None, 0) if among is None else (among.phi.float(), among.first)
+    count = len(phi if phi_j is None else phi_j)
     if g.weights == "shuffled":  # keeps the spectrum of the weights and destroys their meaning
-        phi = phi[torch.randperm(batch, device=phi.device)]
-    s = phi.new_zeros(batch, batch) if g.weights == "uniform" else geometry.similarity(phi, g.tau, eps)
-    if not g.self_neighbor and batch > 1:
-        s.fill_diagonal_(-torch.inf)
-    if g.topk is not None and g.topk < batch:
+        phi_j = (phi if phi_j is None else phi_j)[torch.randperm(count, device=phi.device)]
+        phi = phi_j[first : first + len(phi)]
+    s = phi.new_zeros(len(phi), count) if g.weights == "uniform" else geometry.similarity(phi, g.tau, eps, phi_j)
+    if not g.self_neighbor and count > 1:
+        s.diagonal(first).fill_(-torch.inf)
+    if g.topk is not None and g.topk < count:
         kth = s.topk(g.topk, dim=1).values[:, -1:]
         s.masked_fill_(s < kth, -torch.inf)
     return geometry.softmax(s)
 
 
-def variance_around_mean(w: Tensor, a: Tensor) -> Tensor:
+def variance_around_mean(w: Tensor, a: Tensor, among: Tensor | None = None) -> Tensor:
     """sum_j w_ij (a_j - abar_i)^2 = W a^2 - (W a)^2 with abar_i = sum_j w_ij a_j: (B, H, D)."""
-    a_ = (a - a.mean(dim=0)).flatten(1)
-    return (w @ a_.square() - (w @ a_).square()).clamp(min=0).view_as(a)
+    a_j = a if among is None else among
+    a_j = (a_j - a_j.mean(dim=0)).flatten(1)
+    return (w @ a_j.square() - (w @ a_j).square()).clamp(min=0).view_as(a)
 
 
 def precision_over_chunk(v: Tensor, eps: float | Tensor) -> Tensor:
@@ -120,19 +170,21 @@ def precision_over_chunk(v: Tensor, eps: float | Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------------ Appendix A.4: the full matrix
-def full_excess(w: Tensor, a: Tensor, v_ref: Tensor, g: Geometry, eps: float = EPS) -> Tensor:
+def full_excess(
+    w: Tensor, a: Tensor, v_ref: Tensor, g: Geometry, eps: float = EPS, among: Tensor | None = None
+) -> Tensor:
     """M_i = U relu(eig(R_i) - 1) U^T with R_i = P_ref^-1/2 P_i P_ref^-1/2, for each chunk step: (B, H, D, D).
 
     P is the inverse of a covariance plus a floor. Reference 'batch' uses the full covariance of the batch; 'ema' and
     'dataset' know variances only and use a diagonal one; 'none' compares with the identity.
     """
-    cov = conditional_covariance(w, a, g.center)
+    cov = conditional_covariance(w, a, g.center, among)
     if not cov.isfinite().all():
         return torch.full_like(cov, torch.nan)  # eigh would fail; the training loop reports the loss of this step
     v_ref = v_ref.to(cov.dtype)
     floor = torch.diag_embed(eps + g.rel_floor * v_ref)  # (H, D, D)
     if g.reference == "batch":
-        sigma = reference_covariance(a)
+        sigma = reference_covariance(a if among is None else among)
     elif g.reference == "none":
         sigma = torch.eye(cov.shape[-1], dtype=cov.dtype, device=cov.device).expand(cov.shape[1:])
     else:
@@ -153,20 +205,20 @@ def full_excess(w: Tensor, a: Tensor, v_ref: Tensor, g: Geometry, eps: float = E
 
 
 @torch.no_grad()
-def conditional_covariance(w: Tensor, actions: Tensor, center: str = "expert") -> Tensor:
+def conditional_covariance(w: Tensor, actions: Tensor, center: str = "expert", among: Tensor | None = None) -> Tensor:
     """G_i = sum_j w_ij (a_j - c_i)(a_j - c_i)^T around c_i, the expert's or the weighted mean action: (B, H, D, D).
 
     In float64: float32 cannot resolve positive definiteness to 1e-6 once D is large (mps has no float64).
     """
-    a = exact(actions)
-    a = a - a.mean(dim=0)
-    w = w.to(a.dtype)
-    outer = a.unsqueeze(-1) * a.unsqueeze(-2)
-    first = (w @ a.flatten(1)).view_as(a)
-    second = (w @ outer.flatten(1)).view_as(outer)
+    a_j = exact(actions if among is None else among)
+    a_i = exact(actions) - a_j.mean(dim=0)
+    a_j = a_j - a_j.mean(dim=0)
+    w = w.to(a_j.dtype)
+    first = (w @ a_j.flatten(1)).view_as(a_i)
+    second = (w @ outer(a_j).flatten(1)).view(*a_i.shape, a_i.shape[2])
     if center == "expert":
-        cross = a.unsqueeze(-1) * first.unsqueeze(-2)
-        return second - cross - cross.mT + outer
+        cross = a_i.unsqueeze(-1) * first.unsqueeze(-2)
+        return second - cross - cross.mT + outer(a_i)
     return second - first.unsqueeze(-1) * first.unsqueeze(-2)
 
 
@@ -176,6 +228,11 @@ def reference_covariance(actions: Tensor) -> Tensor:
     a = exact(actions)
     a = a - a.mean(dim=0)
     return torch.einsum("bhd,bhe->hde", a, a) / len(a)
+
+
+def outer(a: Tensor) -> Tensor:
+    """a a^T at each chunk step."""
+    return a.unsqueeze(-1) * a.unsqueeze(-2)
 
 
 def exact(x: Tensor) -> Tensor:
@@ -217,11 +274,13 @@ def effective_neighbors(w: Tensor) -> Tensor:
     return w.square().sum(dim=1).reciprocal()
 
 
-def statistics(features: Tensor, m: Tensor, g: Geometry) -> dict[str, float]:
-    """Return the size of the excess and of the neighbourhoods in one batch."""
+def statistics(features: Tensor, m: Tensor, g: Geometry, among: Samples | None = None) -> dict[str, float]:
+    """Return the size of the excess and of the neighbourhoods in one batch; of its first part, if it is large."""
     values = (torch.diagonal(m, dim1=-2, dim2=-1) if m.ndim == 4 else m).float().flatten()
     # A shuffled neighbourhood has the size of the original one, and logging must not draw random numbers.
-    w = neighbor_weights(features, dataclasses.replace(g, weights="softmax") if g.weights == "shuffled" else g)
+    phi, _, among = next(in_parts(features, m, among))
+    g = dataclasses.replace(g, weights="softmax") if g.weights == "shuffled" else g
+    w = neighbor_weights(phi, g, among=among)
     return {
         "m_mean": values.mean().item(),
         "m_p99": values.kthvalue(max(1, round(0.99 * len(values)))).values.item(),

@@ -60,26 +60,24 @@ def check_observation(obs: Mapping[str, Any], entries: Mapping[str, Entry], step
     check_keys(obs, entries)
     for key, entry in entries.items():
         check_entry(key, entry, obs[key], steps, finite)
-    sizes = {key: len(obs[key]) for key in entries}
+    sizes = {key: obs[key].shape[0] for key in entries}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"the entries of an observation must have one batch size, got {sizes}")
 
 
 def check_entry(key: str, entry: Entry, value: Any, steps: int, finite: bool) -> None:
     """Raise ValueError unless `value` is a dense tensor (B, >=steps, *shape) of numbers that fit the entry."""
-    size = f"{entry.shape[0]} numbers" if len(entry.shape) == 1 else ", ".join(map(str, entry.shape))
-    expected = f"(batch, at least {steps} steps, {size})"
     if not isinstance(value, Tensor):
-        raise ValueError(f"{key} must be a tensor {expected}, got {type(value).__name__}")
-    if value.layout is not torch.strided or value.device.type == "meta":
-        raise ValueError(
-            f"{key} must be a dense tensor with values {expected}, got one in {value.layout} on {value.device}"
-        )
+        raise ValueError(f"{key} must be a tensor {expected(entry, steps)}, got {type(value).__name__}")
+    if value.layout is not torch.strided or value.is_meta:
+        found = f"one in {value.layout} on {value.device}"
+        raise ValueError(f"{key} must be a dense tensor with values {expected(entry, steps)}, got {found}")
     shape = value.shape
     if len(shape) != 2 + len(entry.shape) or shape[1] < steps or shape[2:] != entry.shape:
-        raise ValueError(f"{key} must have shape {expected}, got {tuple(shape)}")
+        raise ValueError(f"{key} must have shape {expected(entry, steps)}, got {tuple(shape)}")
     if shape[0] == 0:
-        raise ValueError(f"{key} must hold at least one sample {expected}, got an empty batch {tuple(shape)}")
+        found = f"an empty batch {tuple(shape)}"
+        raise ValueError(f"{key} must hold at least one sample {expected(entry, steps)}, got {found}")
     if not value.is_floating_point():
         if value.dtype == torch.bool or value.is_complex() or (entry.rgb and value.dtype != torch.uint8):
             kinds = "uint8 (0 to 255) or floats (0 to 1)" if entry.rgb else "real numbers"
@@ -94,6 +92,12 @@ def check_entry(key: str, entry: Entry, value: Any, steps: int, finite: bool) ->
             f"{key} must have floats from 0 to 1, got {value.min():g} to {value.max():g}: divide by 255, or give bytes "
             "(uint8)"
         )
+
+
+def expected(entry: Entry, steps: int) -> str:
+    """Describe the shape of an entry, for messages."""
+    size = f"{entry.shape[0]} numbers" if len(entry.shape) == 1 else ", ".join(map(str, entry.shape))
+    return f"(batch, at least {steps} steps, {size})"
 
 
 def all_finite(x: Tensor) -> bool:

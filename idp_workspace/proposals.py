@@ -10,12 +10,12 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
-from idp_workspace import drifting
+from idp_workspace import drifting, ranks
 from idp_workspace.options import AtLeast, Options, numbers, unknown_argument
 from idp_workspace.paths import raised
 
 if TYPE_CHECKING:
-    from idp_workspace.policy.idp import IDPPolicy
+    from idp_workspace.policy.idp_options import IDPOptions
 
 #: Share of the weight that relaxed winner-takes-all gives to the samples that did not win, so that each has a gradient.
 RELAXED_SHARE = 0.05
@@ -80,20 +80,28 @@ def start(zeros: Tensor, p: Proposal) -> Tensor:
     return torch.randn_like(zeros) if p.noise == "gaussian" else zeros
 
 
-def loss(policy: IDPPolicy, cond: Tensor, a: Tensor, m: Tensor) -> Tensor:
-    """Return what replaces 2 E(y) / t*^2: (B, H), or a scalar for `drift`."""
+def inputs(cond: Tensor, zeros: Tensor, p: Proposal) -> tuple[Tensor, Tensor]:
+    """Return conditions and starts of all proposals, (B G, ...): the G of a sample follow each other."""
+    if p.samples > 1:
+        cond, zeros = cond.repeat_interleave(p.samples, dim=0), zeros.repeat_interleave(p.samples, dim=0)
+    return cond, start(zeros, p)
+
+
+def energy(y: Tensor, a: Tensor, m: Tensor, o: IDPOptions, training: bool = False) -> Tensor:
+    """Return what replaces 2 E(y) / t*^2 for proposals y (B G, H, D): (B, H), or a scalar for `drift`."""
     from idp_workspace.policy.idp import potential
 
-    p, t, batch, samples = policy.options.proposal, policy.options.t_star, len(a), policy.options.proposal.samples
-    y = policy.generator(cond.repeat_interleave(samples, dim=0), start(policy.zeros(batch * samples), p), 0.0)
+    p, samples = o.proposal, o.proposal.samples
     if p.assign == "drift":  # one field per chunk step, as in Naive Drifting
         generated = rearrange(y, "(b g) h d -> h b g d", g=samples)
-        return drifting.drifting_loss(generated, rearrange(a, "b h d -> h b 1 d"), temperatures=p.temperatures)
+        average = ranks.mean if training else drifting.alone
+        positives = rearrange(a, "b h d -> h b 1 d")
+        return drifting.drifting_loss(generated, positives, average=average, temperatures=p.temperatures)
     targets = repeat(a, "b h d -> (b g) h d", g=samples)
     weights = m.repeat_interleave(samples, dim=0) if m.ndim else m
-    energy = raised(potential((y - targets) / t, weights), policy.options.energy_power)
-    energy = rearrange(energy, "(b g) h -> b g h", g=samples)
-    return (assignment(energy.mean(-1), p.assign).unsqueeze(-1) * energy).sum(dim=1)
+    e = raised(potential((y - targets) / o.t_star, weights), o.energy_power)
+    e = rearrange(e, "(b g) h -> b g h", g=samples)
+    return (assignment(e.mean(-1), p.assign).unsqueeze(-1) * e).sum(dim=1)
 
 
 def assignment(energy: Tensor, assign: str) -> Tensor:

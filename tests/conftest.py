@@ -1,5 +1,6 @@
 """Shared fixtures. Public data sets beside the checkout are used when they are there and never needed."""
 
+import gc
 import os
 import pathlib
 import zipfile
@@ -18,6 +19,26 @@ torch.set_num_threads(1)
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
+#: The files that take longest. A worker takes whole files: one of these at the end would leave the others idle.
+LONGEST = (
+    *("test_configs", "test_robomimic_env", "test_examples", "test_commands", "test_mistakes", "test_faults"),
+    *("test_hybrid_policies", "test_objectives_distilled", "test_export_graphs", "test_image_policy"),
+)
+
+
+def pytest_configure(config):
+    config.option.loadscopereorder = False  # xdist would start the files with most tests first
+
+
+def pytest_collection_modifyitems(items):
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
+
+
+def pytest_collection_finish():
+    """What is imported stays: garbage collections, of which every run makes several, need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Small pieces that several tests need."""
 
 import pathlib
+import subprocess
 
 import hydra
 import torch
@@ -12,7 +13,16 @@ from benchmarks.faults import equal
 from diffusion_policy.common.config_util import register_configs, register_resolvers
 from diffusion_policy.model.common.normalizer import LinearNormalizer
 
-__all__ = ["ROOT", "equal", "load_config", "train_here", "unit_normalizer", "write_point_clouds", "write_pusht"]
+__all__ = [
+    "ROOT",
+    "command",
+    "equal",
+    "load_config",
+    "train_here",
+    "unit_normalizer",
+    "write_point_clouds",
+    "write_pusht",
+]
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 register_resolvers()
 register_configs()
@@ -33,6 +43,14 @@ def train_here(output, name: str, *overrides: str) -> tuple:
     cfg = load_config(name, *overrides)
     workspace = hydra.utils.get_class(cfg._target_)(cfg, output_dir=str(output))
     return workspace, workspace.run()
+
+
+def command(script: str, *arguments: object, cwd: pathlib.Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """A script or module, as a command of its own: in a fork, which need not import torch again."""
+    from benchmarks.mistakes import in_fork  # imports torch._dynamo, which takes seconds
+
+    done = in_fork(script, map(str, arguments), cwd)
+    return subprocess.CompletedProcess([script, *map(str, arguments)], done.code, done.out, done.err)
 
 
 def unit_normalizer(obs_dim: int, action_dim: int) -> LinearNormalizer:

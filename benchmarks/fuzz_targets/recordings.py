@@ -1,4 +1,4 @@
-"""Recordings of robots: tables, videos, pictures, archives and metadata, changed, exchanged, linked and malicious."""
+"""Recordings of robots: tables, videos, images, archives and metadata, changed, exchanged, linked and malicious."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RecordingsTarget(FileTarget):
         make.write_lerobot_v2(good / "v2", lengths=(6, 4))
         to_lerobot(open_recordings(good / "v2"), good / "v3", images=True, quiet=True)
         make.write_aloha(good / "aloha", lengths=(4, 3))
-        make.write_aloha(good / "pictures", lengths=(4, 3), compressed=True)
+        make.write_aloha(good / "encoded", lengths=(4, 3), compressed=True)
         make.write_npz(good / "npz", lengths=(4, 3))
         (good / "robomimic").mkdir()
         make.write_robomimic(good / "robomimic/demos.hdf5", lengths=(4, 3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import argparse
 import contextlib
 import difflib
@@ -9,13 +10,18 @@ import os
 import re
 import shlex
 import sys
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from typing import NoReturn
 
+from diffusion_policy.common import launch
 from diffusion_policy.common.errors import UserError
 
 #: Exit code after Ctrl-C: 128 and the number of the signal, as in a shell.
 STOPPED = 130
+#: Seconds in which the launcher ends the other ranks, if the main one reports the same error.
+SAME_ERROR = 5.0
 
 
 def fail(text: str, code: int = 2) -> NoReturn:
@@ -33,7 +39,19 @@ class Parser(argparse.ArgumentParser):
 
 @contextlib.contextmanager
 def reporting(stopped: str = "stopped by Ctrl-C") -> Iterator[None]:
-    """Turn errors that a user can fix into one line and an exit code; HYDRA_FULL_ERROR=1 shows the traceback."""
+    """Turn errors that a user can fix into one line and an exit code; HYDRA_FULL_ERROR=1 shows the traceback.
+
+    A Ctrl-C that arrives while Python runs a callback, of a weak reference for instance, is not lost: it is sent again.
+    """
+    hook = sys.unraisablehook
+
+    def again(lost: sys.UnraisableHookArgs) -> None:
+        if lost.exc_type is KeyboardInterrupt:
+            threading.Timer(0.05, _thread.interrupt_main).start()  # when the callback is over
+        else:
+            hook(lost)
+
+    sys.unraisablehook = again
     try:
         yield
     except KeyboardInterrupt:
@@ -42,7 +60,12 @@ def reporting(stopped: str = "stopped by Ctrl-C") -> Iterator[None]:
     except UserError as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
+        if rank := launch.rank():
+            time.sleep(SAME_ERROR)
+            fail(f"rank {rank}: {error}", error.exit_code)
         fail(str(error), error.exit_code)
+    finally:
+        sys.unraisablehook = hook
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> list[str]:

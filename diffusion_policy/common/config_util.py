@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from diffusion_policy.common.errors import ConfigError, UserError
+from diffusion_policy.common.memory import available_bytes
 
 if TYPE_CHECKING:  # importing torch takes seconds, which `train.py --help` does not need
     import torch
@@ -107,10 +108,18 @@ def project_path(relative: str) -> str:
     return str(inside) if inside.exists() and not pathlib.Path(relative).exists() else relative
 
 
+def parallel_runs(gigabytes: float) -> int:
+    """Compute the `parallel_runs` resolver: how many runs of this size this machine has cores and memory for."""
+    import joblib
+
+    return max(1, min(joblib.cpu_count(), int(available_bytes() / 2**30 / gigabytes)))
+
+
 def register_resolvers() -> None:
-    """Register the resolvers `eval` and `project`."""
+    """Register the resolvers `eval`, `project` and `parallel_runs`."""
     OmegaConf.register_new_resolver("eval", evaluate, replace=True)
     OmegaConf.register_new_resolver("project", project_path, replace=True)
+    OmegaConf.register_new_resolver("parallel_runs", parallel_runs, replace=True)
 
 
 def config_dir() -> pathlib.Path:

@@ -43,3 +43,9 @@ class EvaluationError(UserError, RuntimeError):
     """An evaluation in which not all episodes could be played."""
 
     exit_code = 1
+
+
+class SweepError(UserError, RuntimeError):
+    """A sweep whose launcher failed."""
+
+    exit_code = 1

@@ -68,10 +68,11 @@ class KitchenLowdimRunner(RolloutRunner, BaseLowdimRunner):
         number = seed - self.train_start_seed
         return self.starts[number] if split == "train" and number < len(self.starts) else None
 
-    def _log(self) -> dict[str, Any]:
-        out = super()._log()
-        for split in sorted({episode["split"] for episode in self.episodes}):
-            solved = np.array([round(e["max_reward"] * TASKS) for e in self.episodes if e["split"] == split])
+    @classmethod
+    def summary(cls, episodes: list[dict[str, Any]], lost: list[dict[str, Any]]) -> dict[str, Any]:
+        out = super().summary(episodes, lost)
+        for split in sorted({episode["split"] for episode in episodes}):
+            solved = np.array([round(e["max_reward"] * TASKS) for e in episodes if e["split"] == split])
             out |= {f"{split}/p_{n}": float(np.mean(solved >= n)) for n in range(1, TASKS + 1)}
         return out
 

@@ -106,6 +106,8 @@ class RolloutRunner:
         self._plan += [("test", test_start_seed + i, i < n_test_vis) for i in range(n_test)]
         self._plan += [("heldout", heldout_start_seed + i, False) for i in range(n_heldout)]
         self.n_envs = n_envs or len(self._plan)
+        self._kept = range(len(self._plan))  # which of them are played, see keep_part
+        self._rows: tuple[int, int] | None = None  # where the batch stands in that of all episodes, and its size
         self.n_obs_steps = n_obs_steps
         self.n_action_steps = n_action_steps
         self.measures_latency = n_latency_steps == "measured"
@@ -161,7 +163,7 @@ class RolloutRunner:
         self.episodes, self.lost = [], []
         self._faults = 0
         self._tracebacks: set[str | None] = set()
-        chunks = [self._plan[i : i + self.n_envs] for i in range(0, len(self._plan), self.n_envs)]
+        chunks = self._chunks()
         try:
             # disable=None: no bar if the output is not a terminal.
             with tqdm.tqdm(
@@ -171,16 +173,36 @@ class RolloutRunner:
                 disable=None,
                 mininterval=self.tqdm_interval_sec,
             ) as bar:
-                for i, chunk in enumerate(chunks):
+                for i, (first, chunk) in enumerate(chunks):
                     bar.set_description(f"{self.title}, chunk {i + 1}/{len(chunks)}")
-                    self._play(policy, chunk, bar)
+                    self._play(policy, chunk, bar, first)
                     bar.update((i + 1) * self.max_steps - bar.n)
                     if self.episodes:
                         bar.set_postfix(mean_score=np.mean([e["max_reward"] for e in self.episodes]))
         except BaseException:
             self.close()  # interrupted slots cannot be stepped again
             raise
-        return self._log()
+        return self.summary(self.episodes, self.lost)
+
+    def keep_part(self, index: int, count: int) -> None:
+        """Play only part `index`, from 1, of the episodes in `count` parts of consecutive seeds.
+
+        Their results are those of a run of all: the policy is called with the batch of all episodes, in which the ones
+        of other parts are copies of this part's first, because rounding depends on the size of a batch.
+        """
+        total = len(self._plan)
+        if count > total:
+            raise ConfigError(f"{total} episodes cannot be divided into {count} shards: at most one shard an episode")
+        self._kept = range((index - 1) * total // count, index * total // count)
+
+    def _chunks(self) -> list[tuple[int, list[Episode]]]:
+        """The episodes that are played together, and which slot the first one has."""
+        chunks = []
+        for start in range(0, len(self._plan), self.n_envs):
+            kept = [i for i in range(start, min(start + self.n_envs, len(self._plan))) if i in self._kept]
+            if kept:
+                chunks.append((kept[0] - start, [self._plan[i] for i in kept]))
+        return chunks
 
     def _measure_latency(self, policy: Any) -> None:
         """Set n_latency_steps to the policy's median latency at batch 1, rounded to control steps."""
@@ -246,13 +268,16 @@ class RolloutRunner:
         return self._slots
 
     # ------------------------------------------------------------------ faults
-    def _play(self, policy: Any, chunk: list[Episode], bar: tqdm.tqdm) -> None:
+    def _play(self, policy: Any, chunk: list[Episode], bar: tqdm.tqdm, first: int = 0) -> None:
         """Play the episodes of `chunk`: together, together again, then one at a time; then the rest is lost."""
         random_numbers = RandomState.capture()
+        partial = len(self._kept) < len(self._plan)
+        self._rows = (first, self.n_envs) if partial else None
         for _ in range(2):
-            if self._try(policy, chunk, bar, self.n_envs) is None:
+            if self._try(policy, chunk, bar, len(chunk) if partial else self.n_envs) is None:
                 return
             RandomState.restore(random_numbers)  # the next attempt draws the same numbers
+        self._rows = None
         for episode in chunk:
             reason = self._try(policy, [episode], bar, 1)
             if reason is not None:
@@ -347,11 +372,16 @@ class RolloutRunner:
         Observations stay float32 for every precision of the policy: half precision cannot represent positions up to 512
         pixels, and the policy normalises them first.
         """
+        rows = slice(None)
+        if self._rows is not None:
+            first, size = self._rows
+            rows = slice(first, first + len(next(iter(batch.values()))))
+            batch = {key: _placed(value, rows, size) for key, value in batch.items()}
         obs = {key: torch.from_numpy(value).to(policy.device) for key, value in batch.items()}
         with torch.no_grad():
             result = policy.predict_action(obs)
-        action = result["action"].detach().to("cpu", torch.float64).numpy()
-        chunk = result.get("action_pred", result["action"]).detach().to("cpu", torch.float64).numpy()
+        action = result["action"][rows].detach().to("cpu", torch.float64).numpy()
+        chunk = result.get("action_pred", result["action"])[rows].detach().to("cpu", torch.float64).numpy()
         if chunk.shape[1] > action.shape[1]:
             chunk = chunk[:, self.n_obs_steps - 1 :]  # a chunk starts at the first observation
         return action, chunk
@@ -373,21 +403,23 @@ class RolloutRunner:
         recorded.rename(path)
         return str(path)
 
-    def _log(self) -> dict[str, Any]:
+    @classmethod
+    def summary(cls, episodes: list[dict[str, Any]], lost: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return what `run` returns, from the episodes that were played and those that were lost."""
         out: dict[str, Any] = {}
         scores: dict[str, list[float]] = {}
-        for episode in self.episodes:
+        for episode in episodes:
             split, seed = episode["split"], episode["seed"]
             out[f"{split}/sim_max_reward_{seed}"] = episode["max_reward"]
             if episode["video"] is not None:
                 out[f"{split}/sim_video_{seed}"] = episode["video"]
             scores.setdefault(split, []).append(episode["max_reward"])
-        lost = collections.Counter(episode["split"] for episode in self.lost)
-        complete = [split for split in scores if split not in lost]
+        counts = collections.Counter(episode["split"] for episode in lost)
+        complete = [split for split in scores if split not in counts]
         out |= {f"{split}/mean_score": float(np.mean(scores[split])) for split in complete}
         for split in complete:  # after upstream's keys
-            out |= _diagnosis(split, [episode for episode in self.episodes if episode["split"] == split])
-        for split, count in lost.items():
+            out |= _diagnosis(split, [episode for episode in episodes if episode["split"] == split])
+        for split, count in counts.items():
             out[f"{split}/lost_episodes"] = count
             planned = count + len(scores.get(split, []))
             log.error(
@@ -395,9 +427,16 @@ class RolloutRunner:
                 split,
                 count,
                 planned,
-                ", ".join(f"seed {e['seed']} {e['reason']}" for e in self.lost if e["split"] == split),
+                ", ".join(f"seed {e['seed']} {e['reason']}" for e in lost if e["split"] == split),
             )
         return out
+
+
+def _placed(values: np.ndarray, rows: slice, size: int) -> np.ndarray:
+    """Return a batch of `size` with the values in the given rows, and the first of them in the others."""
+    batch = np.repeat(values[:1], size, axis=0)
+    batch[rows] = values
+    return batch
 
 
 class ChunkNoise:

@@ -26,6 +26,10 @@ class TrainingHooks(Protocol):
         """Load what only training needs, such as a teacher; called once, after set_normalizer."""
         return
 
+    def set_average(self, policy: nn.Module | None) -> None:
+        """Receive the policy with the averaged weights, None without averaging; called once, after on_train_start."""
+        return
+
 
 def provide_hooks(policy: nn.Module) -> None:
     """Give a policy that does not inherit TrainingHooks the default of every hook it does not define.
@@ -37,6 +41,7 @@ def provide_hooks(policy: nn.Module) -> None:
         ("set_progress", types.MethodType(TrainingHooks.set_progress, policy)),
         ("metrics", types.MethodType(TrainingHooks.metrics, policy)),
         ("on_train_start", types.MethodType(TrainingHooks.on_train_start, policy)),
+        ("set_average", types.MethodType(TrainingHooks.set_average, policy)),
     ):
         if not hasattr(policy, name):
             setattr(policy, name, default)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+import re
 import shutil
 from typing import TYPE_CHECKING, Any
 
-from diffusion_policy.common.command_line import Parser, fail, reporting
+from diffusion_policy.common.command_line import Parser, fail, reporting, shell_command
 from diffusion_policy.common.errors import ConfigError, EvaluationError
 
 if TYPE_CHECKING:
@@ -61,13 +62,27 @@ def delay(text: str) -> int | str:
     return text if text == "measured" else int(text)
 
 
+def part(text: str) -> tuple[int, int]:
+    """Read the value of --shard: 2/8."""
+    match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not i/n with whole numbers 1 <= i <= n, such as 2/8")
+    return int(match[1]), int(match[2])
+
+
 def parser() -> argparse.ArgumentParser:
     out = Parser(prog="eval.py", description="Evaluate a checkpoint in its task's environment.")
-    out.add_argument(
+    what = out.add_mutually_exclusive_group(required=True)
+    what.add_argument(
         "-c",
         "--checkpoint",
-        required=True,
         help="a .ckpt file of a run, its run folder, a folder of exported weights, or an exported graph (.onnx)",
+    )
+    what.add_argument(
+        "--merge",
+        metavar="DIR",
+        type=pathlib.Path,
+        help="write the evaluation whose shards are in this folder, as one in a single piece would be",
     )
     out.add_argument(
         "--best", action="store_true", help="of a run folder: the checkpoint with the best score, not the latest"
@@ -109,6 +124,12 @@ def parser() -> argparse.ArgumentParser:
         "still (default 0, deterministic)",
     )
     out.add_argument(
+        "--shard",
+        metavar="I/N",
+        type=part,
+        help="play part I of N of the episodes, into the folder shard_I_of_N of the output folder; --merge joins them",
+    )
+    out.add_argument(
         "--overwrite", action="store_true", help="replace an output folder that already holds an evaluation"
     )
     out.add_argument(
@@ -124,7 +145,7 @@ def main(arguments: list[str] | None = None) -> None:
     with reporting(stopped="stopped by Ctrl-C; no eval_log.json was written"):
         options = parser().parse_args(arguments)
         try:
-            evaluate(options)
+            (evaluate if options.merge is None else merge)(options)
         except ValueError as error:  # of a policy that does not fit the observations
             if isinstance(error, ConfigError):
                 raise
@@ -165,13 +186,20 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     from diffusion_policy.common.config_util import resolve_device
     from diffusion_policy.policy.loading import find_checkpoint, policy_of
     from diffusion_policy.storage import checkpoint_io
+    from diffusion_policy.workspace import shards
     from diffusion_policy.workspace.measurement import set_nfe
     from diffusion_policy.workspace.run_folder import locked
 
     device = resolve_device(options.device)
     checkpoint = find_checkpoint(options.checkpoint, options.best)
     output = pathlib.Path(options.output_dir) if options.output_dir else default_folder(checkpoint, options)
+    if options.shard is not None:
+        if options.open_loop:
+            raise ConfigError("--shard divides the episodes of a simulator; --open-loop replays recordings, without it")
+        output /= shards.folder_name(*options.shard)
     check_output(output, options.overwrite)
+    if options.open_loop and (checkpoint.is_dir() or checkpoint.suffix == ".onnx"):
+        raise ConfigError(f"{checkpoint} is an export and does not name its dataset: --open-loop needs the checkpoint")
     needed = "task.dataset" if options.open_loop else "task.env_runner"
     payload = checkpoint_io.load(checkpoint, trust=options.trust_checkpoint, sections=("policy", needed))
     cfg = OmegaConf.create(payload["cfg"])
@@ -193,7 +221,30 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         log |= {"checkpoint": str(checkpoint), "name": cfg.get("name"), "versions": checkpoint_io.versions()}
         attributes = payload.get("attributes", {})
         log |= {name: attributes.get(name) for name in ("global_step", "dataset")}
+        if options.shard is not None:
+            log["shard"] = shards.description(options, checkpoint, cfg.task.env_runner._target_)
         (write_open_loop if options.open_loop else write)(log, output)
+    if options.shard is not None:
+        print(f"next       {shell_command('python', 'eval.py', '--merge', output.parent)}, when all shards are there")
+    return log
+
+
+def merge(options: argparse.Namespace) -> dict[str, Any]:
+    """Join the shards of an evaluation; returns what eval_log.json holds."""
+    from diffusion_policy.workspace import shards
+    from diffusion_policy.workspace.run_folder import locked
+
+    of_shards = ("best", "n_episodes", "seeds", "nfe", "open_loop", "latency", "act_noise", "shard")
+    if any(getattr(options, name) for name in of_shards):
+        raise ConfigError("--merge takes --output_dir and --overwrite only; the other options belong to the shards")
+    output = options.merge if options.output_dir is None else pathlib.Path(options.output_dir)
+    check_output(output, options.overwrite)
+    log, different = shards.merge(options.merge)
+    with locked(output, "evaluating"):
+        check_output(output, options.overwrite)
+        for name in different:
+            print(f"note       the shards differ in {name}; eval_log.json has that of shard 1")
+        write(log, output)
     return log
 
 
@@ -204,9 +255,12 @@ def play(cfg: DictConfig, policy: Any, options: argparse.Namespace, output: path
 
     from diffusion_policy.common.random_state import seed_everything
     from diffusion_policy.gym_util.rollout_video import write_grid
+    from diffusion_policy.workspace import shards
     from diffusion_policy.workspace.measurement import counting, report, set_nfe
 
     runner = make_runner(cfg, options, output)
+    if options.shard is not None:
+        shards.keep_part(runner, *options.shard)
     logs: dict[int | None, dict[str, Any]] = {}
     for nfe in options.nfe or [None]:
         if nfe is not None:
@@ -254,7 +308,7 @@ def write_open_loop(log: dict[str, Any], output: pathlib.Path) -> None:
 
     atomic.write_text(output / "eval_log.json", json.dumps(log, indent=2, sort_keys=True))
     print(table(log))
-    print(f"pictures in {output / 'media'}\nwritten to {output / 'eval_log.json'}")
+    print(f"figures in {output / 'media'}\nwritten to {output / 'eval_log.json'}")
 
 
 def make_runner(cfg: DictConfig, options: argparse.Namespace, output: pathlib.Path) -> Any:

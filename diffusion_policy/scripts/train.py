@@ -2,6 +2,7 @@
 
 python train.py objective=flow backbone=unet modality=image preset=cpu
 python train.py --config-name=train_flow_unet_image training.seed=0,1,2 --multirun
+torchrun --nproc-per-node=2 train.py --config-name=train_idp_transformer_lowdim
 
 `--help` lists all choices. It imports neither torch nor the workspaces, so it is fast.
 """
@@ -10,13 +11,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
+import importlib.util
 import os
 import pathlib
 import re
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from diffusion_policy.common import launch
 from diffusion_policy.common.command_line import nearest, reporting
 from diffusion_policy.common.config_util import (
     choices,
@@ -30,13 +36,13 @@ from diffusion_policy.common.config_util import (
     register_configs,
     register_resolvers,
 )
-from diffusion_policy.common.errors import ConfigError
+from diffusion_policy.common.errors import ConfigError, SweepError, UserError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 #: Groups that the help lists, in this order; further ones follow.
-LISTED = ("objective", "backbone", "modality", "task", "preset", "optimizer", "ablation", "encoder")
+LISTED = ("objective", "backbone", "modality", "task", "preset", "optimizer", "ablation", "encoder", "launcher")
 #: Groups that nobody chooses from: values that are chosen automatically.
 AUTOMATIC = ("pair",)
 
@@ -50,12 +56,18 @@ A choice that is not given is the default, marked *.
 options:
   --config-name NAME    a config by name
   --config-dir FOLDER   a folder with your own configs; they are added to those above, or replace them
-  --multirun            one run for each of several values: training.seed=0,1,2
+  --multirun            one run for each of several values: training.seed=0,1,2; launcher= says how they are started
   --cfg job             print the config instead of training
   --hydra-help          all options of Hydra, which composes the configs
 
 HYDRA_FULL_ERROR=1 in the environment shows the traceback of an error.
 """
+#: Packages that launchers of a sweep need, and their modules.
+LAUNCHERS = {
+    "local": ("hydra-joblib-launcher", "hydra_plugins.hydra_joblib_launcher"),
+    "slurm": ("hydra-submitit-launcher", "hydra_plugins.hydra_submitit_launcher"),
+    "submitit": ("hydra-submitit-launcher", "hydra_plugins.hydra_submitit_launcher"),
+}
 #: Options of Hydra that take a value, besides those that are read here, and those that take none.
 WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--shell-completion", "-sc", "--experimental-rerun", "--info", "-i")
 ALONE = ("--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m")
@@ -117,6 +129,29 @@ def check_arguments(name: str | None, others: Sequence[str], folders: Sequence[p
                 check_choice(match[1], choice, choices(match[1], folders))
 
 
+def check_launcher(arguments: Sequence[str]) -> None:
+    """Raise ConfigError if this machine cannot use the launcher that is chosen, or nothing is launched."""
+    name = dict(argument.split("=", 1) for argument in arguments if "=" in argument).get("launcher")
+    if name not in LAUNCHERS:
+        return
+    package, module = LAUNCHERS[name]
+    if not {"--multirun", "-m"} & set(arguments):
+        raise ConfigError(f"launcher={name} starts the runs of a sweep: add --multirun")
+    if not installed(module):
+        raise ConfigError(f'launcher={name} needs {package}, which is not installed: pip install -e ".[dist]"')
+    if name == "slurm" and shutil.which("srun") is None:
+        raise ConfigError(
+            "launcher=slurm: there is no Slurm on this machine (no srun); launcher=submitit tries a sweep without it"
+        )
+
+
+def installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package around it
+        return False
+
+
 def train(cfg: DictConfig) -> Any:
     """Run the workspace of a composed config; returns its summary."""
     from omegaconf import OmegaConf
@@ -135,7 +170,9 @@ def train(cfg: DictConfig) -> Any:
     if "_target_" not in cfg:
         raise ConfigError("the config has no _target_, the workspace to run; --help lists the configs")
     announce_preset(cfg)
-    return get_class(cfg._target_, BaseWorkspace)(cfg).run()
+    workspace = get_class(cfg._target_, BaseWorkspace)(cfg)
+    gc.enable()
+    return workspace.run()
 
 
 def with_cameras(arguments: Sequence[str], name: str | None) -> list[str]:
@@ -168,15 +205,34 @@ def main() -> None:
     if known.help or len(sys.argv) == 1:
         print(help_text(folders), end="")
         return
+    gc.disable()  # imports create many objects and no garbage: until the workspace is built, it is a fifth of the time
     with reporting():
         # Other folders have names that are not known here.
         if not known.config_path and not any("hydra.searchpath" in argument for argument in others):
             check_arguments(known.config_name, others, folders)
+        if not (known.cfg or known.c):
+            check_launcher(others)
         register_resolvers()
         if not known.config_path:
             sys.argv[1:] = with_cameras(sys.argv[1:], known.config_name)
             register_configs(folders)
-        compose_and_train(first_config_dir(folders))
+        with main_rank_reports():
+            compose_and_train(first_config_dir(folders))
+
+
+@contextlib.contextmanager
+def main_rank_reports() -> Iterator[None]:
+    """Let only the main one of several ranks print and write a run folder; errors are printed by all."""
+    with contextlib.ExitStack() as stack:
+        if launch.rank():
+            unused = stack.enter_context(tempfile.TemporaryDirectory())
+            sys.argv += [f"hydra.run.dir={unused}", f"hydra.sweep.dir={unused}", "hydra/job_logging=disabled"]
+            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        yield
+    if launch.world_size() > 1:
+        from diffusion_policy.workspace.distributed import disconnect
+
+        disconnect()
 
 
 def compose_and_train(folder: pathlib.Path) -> None:
@@ -204,7 +260,12 @@ def compose_and_train(folder: pathlib.Path) -> None:
         raise ConfigError(
             f"the run folder cannot be written: {cause.strerror} ({cause.filename}); choose another hydra.run.dir"
         ) from error
+    except Exception as error:
+        if Sweep.folder is None or isinstance(error, UserError):
+            raise
+        raise SweepError(f"the launcher failed: {error!r:.300}; the table has the runs that ended") from error
     finally:
+        sweep.collect()
         if sweep.members:
             print(sweep.table(), flush=True)
     if sweep.failures:

@@ -6,6 +6,8 @@ import sys
 
 from tqdm import tqdm
 
+from diffusion_policy.common import launch
+
 
 def say(text: str) -> None:
     """Print a line without breaking a progress bar."""
@@ -21,6 +23,6 @@ def progress_bar(total: int, done: int, interval: float) -> tqdm:
         desc="training",
         unit="step",
         mininterval=interval,
-        disable=None,
+        disable=None if launch.rank() == 0 else True,
         dynamic_ncols=True,
     )

@@ -59,13 +59,18 @@ def counting(policy: Any) -> Iterator[dict[str, Any]]:
 
 def report(runner: Any, policy: Any, counter: dict[str, Any], device: torch.device) -> dict[str, Any]:
     episodes = [episode for episode in runner.episodes if episode["split"] == "test"]
-    lost = list(getattr(runner, "lost", ()))
-    out = {"episodes": episodes, "n_episodes": len(episodes), "lost": lost, "device": str(device)}
+    out = statistics(episodes, list(getattr(runner, "lost", ()))) | {"device": str(device)}
+    if counter["chunks"]:
+        out |= {"nfe": counter["network"] / counter["chunks"], "latency_ms": latency(policy, counter["obs"], device)}
+    return out
+
+
+def statistics(episodes: list[dict[str, Any]], lost: list[dict[str, Any]]) -> dict[str, Any]:
+    """What eval_log.json says about all test episodes, beside the means of the runner."""
+    out = {"episodes": episodes, "n_episodes": len(episodes), "lost": lost}
     if not lost:  # statistics over fewer episodes are not comparable
         scores = np.array([episode["max_reward"] for episode in episodes])
         out |= {"best_score": float(scores.max()), "interval_95": mean_interval(scores)}
-    if counter["chunks"]:
-        out |= {"nfe": counter["network"] / counter["chunks"], "latency_ms": latency(policy, counter["obs"], device)}
     return out
 
 

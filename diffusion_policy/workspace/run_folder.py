@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from diffusion_policy.common import launch
 from diffusion_policy.common.command_line import STOPPED, override, shell_command
 from diffusion_policy.common.errors import CheckpointError, ConfigError, StorageError
 from diffusion_policy.common.plot_util import plot_learning_curve
@@ -117,13 +118,16 @@ def steps(payload: dict[str, Any]) -> int:
 
 
 def resume(run: TrainWorkspace, checkpoints: list[pathlib.Path]) -> None:
-    """Continue from the first checkpoint that can be read."""
-    path, payload = load_first_readable(checkpoints)
+    """Continue from the first checkpoint that can be read. The main rank chooses it."""
+    path, payload = load_first_readable(checkpoints) if run.ranks.main else (checkpoints[0], {})
+    path = run.ranks.from_main(path)
+    if not run.ranks.main:
+        payload = checkpoint_io.load(path, check_config=False)
     check_same(payload.get("attributes", {}).get("dataset"), run.dataset)
     finished = steps(payload) >= run.total_steps
     check_changes(payload["cfg"], OmegaConf.to_container(run.cfg, resolve=True), finished, run.folder)
     run.load_payload(payload)
-    if path != run.get_checkpoint_path():
+    if path != run.get_checkpoint_path() and run.ranks.main:
         atomic.copy(path, run.get_checkpoint_path())
     say(f"resuming {run.folder} at step {run.global_step} of {run.total_steps} ({path.name})")
 
@@ -145,7 +149,9 @@ def drop_log_after(path: pathlib.Path, step: int) -> None:
 def continue_command(folder: pathlib.Path) -> str:
     """The command line that continues this run."""
     arguments = [argument for argument in sys.argv if not argument.startswith(("training.resume=", "hydra.run.dir="))]
-    return shell_command("python", *arguments, "training.resume=true", override("hydra.run.dir", folder))
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", launch.world_size())
+    program = ("python",) if launch.world_size() == 1 else ("torchrun", f"--nproc-per-node={ranks}")
+    return shell_command(*program, *arguments, "training.resume=true", override("hydra.run.dir", folder))
 
 
 # ---------------------------------------------------------------------- the beginning and the end of a run
@@ -156,9 +162,11 @@ def write_config(run: TrainWorkspace) -> None:
 def announce(run: TrainWorkspace) -> None:
     """Print what is trained on what."""
     size = sum(p.numel() for p in run.model.parameters() if p.requires_grad) / 1e6
+    batch, ranks = run.stream.batch_size, run.ranks.size
+    share = f" ({ranks} ranks, {batch // ranks} windows each)" if ranks > 1 else ""
     say(
         f"training {type(run.model).__name__} ({size:.2f} M parameters) on {run.stream.size} windows of "
-        f"{run.cfg.task.name}, {run.total_steps} steps of batch {run.cfg.dataloader.batch_size} on {run.device}\n"
+        f"{run.cfg.task.name}, {run.total_steps} steps of batch {batch}{share} on {run.device}\n"
         f"dataset {run.dataset['name']}, sha256 {run.dataset['sha256']}\nrun folder {run.folder}"
     )
 
@@ -182,12 +190,18 @@ def storage_errors_explained(run: TrainWorkspace) -> Iterator[None]:
 
 
 def finish(run: TrainWorkspace, runner: Any) -> dict[str, Any]:
-    """Write the summary of a complete run; exit with 130, and the command that continues it, if it was stopped."""
-    if run.global_step < run.total_steps:
+    """Write the summary of a complete run; exit with 130, and the command that continues it, if it was stopped.
+
+    The other ranks leave after the main one, whose files are then complete.
+    """
+    complete = run.global_step >= run.total_steps
+    summary = write_summary(run, write_grid(runner, run.folder)) if complete and run.ranks.main else {}
+    run.ranks.wait()
+    if not complete:
         command = continue_command(run.folder)
         say(f"stopped at step {run.global_step} of {run.total_steps}; continue with\n    {command}")
         sys.exit(STOPPED)
-    return write_summary(run, write_grid(runner, run.folder))
+    return summary
 
 
 def write_summary(run: TrainWorkspace, grid: str | None) -> dict[str, Any]:

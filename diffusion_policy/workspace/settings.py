@@ -85,6 +85,8 @@ WITHOUT_RUNNER = {
     "mode": "max",
     "format_str": "epoch={epoch:04d}-val_variance_explained={val_variance_explained:.3f}.ckpt",
 }
+#: Values of training.precision.
+PRECISIONS = ("fp32", "bf16", "fp16")
 #: Values of logging.mode, which are wandb's.
 LOGGING_MODES = ("disabled", "offline", "online", "shared", "dryrun", "run")
 
@@ -112,6 +114,8 @@ class TrainingSettings:
     steps_per_epoch: int | None = _whole(None, at_least=1)
     gradient_accumulate_every: int = _whole(1, at_least=1)  # batches per step
     grad_clip_norm: float | None = None  # null: no clipping
+    precision: str = "fp32"  # fp32, bf16 or fp16: of the networks; weights and the geometry stay in fp32
+    compile: bool = False  # let torch.compile translate the loss
     max_skipped_steps: int = _whole(0, at_least=0)  # steps with a non-finite loss or gradient that a run may skip
     use_ema: bool = True  # average the weights; the average is evaluated and deployed
     freeze_encoder: bool = False  # do not train policy.obs_encoder
@@ -133,6 +137,8 @@ class TrainingSettings:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
                 raise ConfigError(f"training.{field.name}={value!r} must be a whole number, at least {least}")
+        if self.precision not in PRECISIONS:
+            raise ConfigError(f"training.precision={self.precision!r} is not one of {', '.join(PRECISIONS)}")
         clip = self.grad_clip_norm
         if clip is not None and not (isinstance(clip, (int, float)) and clip > 0):
             raise ConfigError(f"training.grad_clip_norm={clip!r} must be a number above 0, or null for no clipping")

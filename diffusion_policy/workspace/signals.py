@@ -1,4 +1,4 @@
-"""Stop requests: Ctrl-C and SIGTERM."""
+"""Stop requests: Ctrl-C, SIGTERM, and the signal with which a cluster preempts a job."""
 
 from __future__ import annotations
 
@@ -16,12 +16,19 @@ from diffusion_policy.workspace.console import say
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 #: Seconds between the second signal and the end of the process, if it does not end by itself.
 GRACE = 0.5
+#: Signals with which a job may be told that it loses its machine, if the program that started it handles them.
+PREEMPTION = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))
+#: Seconds to write a checkpoint after such a signal; an evaluation can take longer than the job has.
+PATIENCE = 30.0
 
 
 class StopRequest:
     """Turns Ctrl-C and SIGTERM into a request to stop after the current step; a second signal stops at once.
 
     A context manager. `requested` is True once a signal arrived. The training loop then writes a checkpoint and ends.
+
+    A signal of PREEMPTION that has a handler is such a request, too. Its handler, which queues the job again, is called
+    when the checkpoint is written, or after PATIENCE seconds.
 
     Python calls the handler of a signal between two of its own instructions, which a long step inside torch delays.
     Therefore a thread answers: Python writes the number of a signal to the wake-up socket at once.
@@ -34,6 +41,7 @@ class StopRequest:
         self.arrived = self.handled = 0  # signals, as the thread and as the main thread count them
         self.process = os.getpid()
         self.before: dict[int, Any] = {}
+        self.preempted: int | None = None
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is not threading.main_thread():  # signals are handled in the main thread only
@@ -43,17 +51,32 @@ class StopRequest:
         threading.Thread(target=self._answer, args=(theirs,), daemon=True).start()
         self.wakeup = signal.set_wakeup_fd(self.socket.fileno(), warn_on_full_buffer=False)
         self.before = {number: signal.signal(number, self._handle) for number in NUMBERS}
+        for number in PREEMPTION:
+            if callable(signal.getsignal(number)):
+                self.before[number] = signal.signal(number, self._preempt)
         StopRequest.active = self
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         if not self.before:
             return
         StopRequest.active = None
+        if self.preempted is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self.before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self.wakeup)
         self.socket.close()  # ends the thread
+        if self.preempted is not None and kind is None:
+            self.before[self.preempted](self.preempted, None)
+
+    def _preempt(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self.process or self.preempted is not None:
+            return
+        self.requested, self.preempted = True, number
+        say("preempted: the job is queued again after this step, when a checkpoint is written")
+        self.before[signal.SIGALRM] = signal.signal(signal.SIGALRM, lambda *_: self.before[number](number, None))
+        signal.setitimer(signal.ITIMER_REAL, PATIENCE)
 
     def _answer(self, wakeups: socket.socket) -> None:
         """In a thread: tell what a signal does; end the process if the main thread does not after the second one."""

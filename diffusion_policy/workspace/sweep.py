@@ -1,18 +1,25 @@
-"""`--multirun`: several runs, one after the other. One that fails does not stop the others."""
+"""`--multirun`: several runs, one after the other or side by side. One that fails does not stop the others."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import pathlib
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from diffusion_policy.common.errors import UserError
+from diffusion_policy.storage import atomic
+
+#: In the folder of a run that another process made: how it ended.
+OUTCOME = "outcome.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +32,20 @@ class Member:
     failed: bool
 
 
+class Outcomes(Callback):
+    """Tells where runs in other processes leave their outcomes. The configs of their launchers name it."""
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        Sweep.folder = pathlib.Path(config.hydra.sweep.dir)
+        for old in Sweep.folder.glob(f"*/{OUTCOME}"):  # of an earlier sweep in this folder, which is continued
+            old.unlink()
+
+
 class Sweep:
     """Collects how the run, or the runs of `--multirun`, ended. Hydra starts the next run although one failed."""
+
+    folder: pathlib.Path | None = None
+    """Of a sweep whose runs are other processes."""
 
     def __init__(self) -> None:
         self.members: list[Member] = []
@@ -46,22 +65,36 @@ class Sweep:
                 except Exception as error:  # raised after Hydra, which would print it
                     self.error = error
                     return None
-            add = functools.partial(Member, tuple(settings.overrides.task), settings.runtime.output_dir)
+            add = functools.partial(self.add, settings)
             try:
                 summary = run(cfg)
             except BaseException as error:
-                self.members.append(add(_reason(error), failed=True))
+                add(_reason(error), failed=True)
                 print(f"error: {_reason(error)}", flush=True)
                 if not isinstance(error, (UserError, SystemExit)):
                     traceback.print_exc()
-                # Other launchers run their members in other processes: they need the error to know of the failure.
-                if isinstance(error, Exception) and "BasicLauncher" in settings.launcher._target_:
+                if isinstance(error, Exception):
                     return None
                 raise
-            self.members.append(add(_result(summary), failed=False))
+            add(_result(summary), failed=False)
             return summary
 
         return recorded
+
+    def add(self, settings: Any, outcome: str, failed: bool) -> None:
+        """Record how a run ended; in a file, if this is not the process of the sweep."""
+        member = Member(tuple(settings.overrides.task), settings.runtime.output_dir, outcome, failed)
+        self.members.append(member)
+        if "BasicLauncher" not in settings.launcher._target_:
+            text = json.dumps({"number": settings.job.num, "member": dataclasses.asdict(member)})
+            atomic.write_text(pathlib.Path(member.folder) / OUTCOME, text)
+
+    def collect(self) -> None:
+        """Read how the runs in other processes ended."""
+        if self.folder is not None:
+            found = [json.loads(path.read_text()) for path in self.folder.glob(f"*/{OUTCOME}")]
+            for entry in sorted(found, key=lambda entry: entry["number"]):
+                self.members.append(Member(**entry["member"]))
 
     @property
     def failures(self) -> int:

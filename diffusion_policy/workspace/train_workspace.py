@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -14,13 +13,13 @@ from omegaconf import DictConfig
 
 from diffusion_policy.common.batch_stream import BatchStream
 from diffusion_policy.common.checkpoint_util import TopKCheckpointManager
-from diffusion_policy.common.config_util import build, resolve_device
+from diffusion_policy.common.config_util import build
 from diffusion_policy.common.errors import ConfigError
-from diffusion_policy.common.random_state import RandomState, isolated_random_state, seed_everything
+from diffusion_policy.common.random_state import isolated_random_state, seed_everything
 from diffusion_policy.dataset.identity import dataset_identity
 from diffusion_policy.model.common.lr_scheduler import get_scheduler
 from diffusion_policy.policy.represented import build_policy
-from diffusion_policy.workspace import divergence, run_folder
+from diffusion_policy.workspace import arithmetic, distributed, run_folder
 from diffusion_policy.workspace.base_workspace import BaseWorkspace
 from diffusion_policy.workspace.console import progress_bar
 from diffusion_policy.workspace.evaluation import evaluate, make_runner, to_device
@@ -30,6 +29,7 @@ from diffusion_policy.workspace.preflight import check_fit, check_monitor, train
 from diffusion_policy.workspace.run_log import RunLog
 from diffusion_policy.workspace.settings import TrainingSettings, check_sections
 from diffusion_policy.workspace.signals import StopRequest
+from diffusion_policy.workspace.update import make_update
 
 
 class TrainWorkspace(BaseWorkspace):
@@ -46,6 +46,9 @@ class TrainWorkspace(BaseWorkspace):
         super().__init__(cfg, output_dir)
         check_sections(cfg)
         self.settings = TrainingSettings.from_config(cfg.training)
+        self.ranks = distributed.connect(self.settings.device)
+        if self.ranks.size > 1:
+            self._output_dir = self.ranks.from_main(self.output_dir)
         seed_everything(self.settings.seed)
         self.model: Any = build_policy(cfg)
         if not (isinstance(self.model, torch.nn.Module) and hasattr(self.model, "compute_loss")):
@@ -73,20 +76,25 @@ class TrainWorkspace(BaseWorkspace):
 
     # ------------------------------------------------------------------ run
     def run(self) -> dict[str, Any]:
-        with run_folder.locked(self.folder), contextlib.ExitStack() as stack:
-            checkpoints = run_folder.find_checkpoints(
-                self.get_checkpoint_path(), self.cfg.checkpoint, self.settings.resume
-            )
-            # The runner before the data: an unknown task is reported at once.
-            runner = stack.enter_context(make_runner(self.cfg, self.folder, self.settings.seed))
+        with contextlib.ExitStack() as stack:
+            checkpoints: list[pathlib.Path] = []
+            runner = None
+            if self.ranks.main:
+                stack.enter_context(run_folder.locked(self.folder))
+                checkpoints = run_folder.find_checkpoints(
+                    self.get_checkpoint_path(), self.cfg.checkpoint, self.settings.resume
+                )
+                # The runner before the data: an unknown task is reported at once.
+                runner = stack.enter_context(make_runner(self.cfg, self.folder, self.settings.seed))
             self.prepare()
-            if checkpoints:
+            if checkpoints := self.ranks.from_main(checkpoints):
                 run_folder.resume(self, checkpoints)
             check_fit(self, runner)
-            run_folder.write_config(self)
-            run_folder.announce(self)
-            stack.enter_context(run_folder.storage_errors_explained(self))
-            self.log = stack.enter_context(RunLog(self.cfg, self.folder, self.global_step))
+            if self.ranks.main:
+                run_folder.write_config(self)
+                run_folder.announce(self)
+                stack.enter_context(run_folder.storage_errors_explained(self))
+                self.log = stack.enter_context(RunLog(self.cfg, self.folder, self.global_step))
             with StopRequest() as stop:
                 self._train(stop, runner)
             return run_folder.finish(self, runner)
@@ -94,12 +102,13 @@ class TrainWorkspace(BaseWorkspace):
     # ------------------------------------------------------------------ prepare
     def prepare(self) -> None:
         """Load the data and create everything that a training step needs."""
-        cfg, s = self.cfg, self.settings
-        self.device = resolve_device(s.device)
-        with isolated_random_state(s.seed):  # a dataset that draws while it fills a cache must not shift the training
+        cfg, s, ranks = self.cfg, self.settings, self.ranks
+        self.device = ranks.device(s.device)
+        # A dataset that draws while it fills a cache must not shift the training.
+        with isolated_random_state(s.seed), ranks.main_first():
             dataset = build(cfg, "task.dataset")
         self.dataset = dataset_identity(dataset, cfg.task.dataset)
-        self.stream = BatchStream.from_config(dataset, cfg.dataloader, s.seed)
+        self.stream = BatchStream.from_config(dataset, cfg.dataloader, s.seed, ranks.rank, ranks.size)
         validation = dataset.get_validation_dataset()
         self.val_stream = BatchStream.from_config(validation, cfg.val_dataloader, s.seed) if len(validation) else None
         normalizer = dataset.get_normalizer()
@@ -107,6 +116,7 @@ class TrainWorkspace(BaseWorkspace):
         for policy in policies:
             policy.set_normalizer(normalizer)
             policy.on_train_start()
+        self.model.set_average(self.ema_model)
 
         batches = min(self.stream.batches_per_pass, s.max_train_steps or self.stream.batches_per_pass)
         self.steps_per_epoch = s.steps_per_epoch or max(1, batches // s.gradient_accumulate_every)
@@ -119,9 +129,19 @@ class TrainWorkspace(BaseWorkspace):
         )
         self.ema = build(cfg, "ema", model=self.ema_model) if self.ema_model is not None else None
         self.topk = TopKCheckpointManager.from_config(self.get_checkpoint_path().parent, cfg.checkpoint.topk)
-        self.random_state = RandomState()
         for policy in policies:
             policy.to(self.device)
+        self.random_state = ranks.random_state(self.device)
+        arithmetic.set_up(self.device, s)
+        if s.compile:
+            self.model.compute_loss = torch.compile(self.model.compute_loss)
+        self.training_loss = ranks.parallel(self.model, self._loss)
+        self.scaler = arithmetic.make_scaler(self.device, s.precision)
+        self.update = make_update(self)
+
+    def _loss(self, policy: Any, batch: Any) -> torch.Tensor:
+        with arithmetic.autocast(self.device, self.settings.precision):
+            return training_loss(policy, batch)
 
     # ------------------------------------------------------------------ train
     def _train(self, stop: StopRequest, runner: Any) -> None:
@@ -134,18 +154,21 @@ class TrainWorkspace(BaseWorkspace):
         with progress_bar(self.total_steps, self.global_step, s.tqdm_interval_sec) as bar:
             while self.global_step < self.total_steps:
                 self.model.set_progress(self.global_step / self.total_steps)
+                self.ranks.start_step(s.seed, self.global_step)
                 loss = self.optimise(batches)
                 if loss is not None:
-                    losses.append(loss)
-                    self.epoch_loss = [self.epoch_loss[0] + loss, self.epoch_loss[1] + 1]
+                    self._count(loss, losses)
                 self.global_step += 1
                 bar.update()
-                if outlook.step(self.global_step):
+                if outlook.step(self.global_step) and self.ranks.main:
                     check_monitor(self, runner)
                 end_of_epoch = self.global_step % self.steps_per_epoch == 0
-                if not (end_of_epoch or stop.requested or self.global_step % s.log_every == 0):
+                stopping = self.ranks.any(stop.requested)
+                if not (end_of_epoch or stopping or self.global_step % s.log_every == 0):
                     continue
 
+                for loss in self.update.settle():
+                    self._count(loss, losses)
                 record: dict[str, Any] = {"global_step": self.global_step - 1, "epoch": self.epoch}
                 record["lr"] = self.lr_scheduler.get_last_lr()[0]
                 if losses:
@@ -157,45 +180,48 @@ class TrainWorkspace(BaseWorkspace):
                 record |= self.model.metrics()
                 if end_of_epoch:
                     self._end_epoch(record, runner)
-                else:
+                elif self.ranks.main:
                     self.log(record)
-                if stop.requested:
-                    self.save_checkpoint()
+                if stopping:
+                    if self.ranks.main:
+                        self.save_checkpoint()
                     return
 
     def optimise(self, batches: Iterator[Any]) -> float | None:
-        """One optimiser step over gradient_accumulate_every batches; returns the mean loss, None if it was skipped.
+        """One optimiser step over gradient_accumulate_every batches; returns the mean loss, if the host knows it.
 
-        A step with a non-finite loss or gradient changes no weight. The check costs one read from the device.
+        A step with a non-finite loss or gradient changes no weight.
         """
         s = self.settings
-        before = RandomState.capture()  # to repeat this step
+        before = self.random_state.capture()  # to repeat this step
         self.model.train()
         total = torch.zeros((), device=self.device)
-        for _ in range(s.gradient_accumulate_every):
-            loss = training_loss(self.model, to_device(next(batches), self.device)) / s.gradient_accumulate_every
-            loss.backward()
+        for i in range(1, s.gradient_accumulate_every + 1):
+            with self.ranks.accumulating(last=i == s.gradient_accumulate_every):
+                loss = self.training_loss(to_device(next(batches), self.device)) / s.gradient_accumulate_every
+                self.update.backward(loss)
             total += loss.detach()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-        loss, norm = torch.stack([total, norm.to(total)]).tolist()
-        finite = math.isfinite(loss) and math.isfinite(norm)
-        if finite:
-            if s.grad_clip_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(
-                    self.model.parameters(), s.grad_clip_norm, torch.tensor(norm, device=self.device)
-                )
-            self.optimizer.step()
-        else:
-            divergence.skip_or_stop(self, loss, norm, before)
-        self.optimizer.zero_grad(set_to_none=True)
-        self.lr_scheduler.step()
-        if finite and self.ema is not None:
-            self.ema.step(self.model)
-        return loss if finite else None
+        return self.update(self.ranks.mean(total), before)
+
+    def _count(self, loss: float, losses: list[float]) -> None:
+        losses.append(loss)
+        self.epoch_loss = [self.epoch_loss[0] + loss, self.epoch_loss[1] + 1]
 
     # ------------------------------------------------------------------ end of an epoch
     def _end_epoch(self, record: dict[str, Any], runner: Any) -> None:
         """Evaluate, log and save, each if its interval is due. Evaluation leaves the training's random state alone."""
+        save, best = self._report_epoch(record, runner) if self.ranks.main else (False, None)
+        self.epoch += 1
+        self.epoch_loss = [0.0, 0]
+        if save:
+            # The best one first: a run that is killed in between repeats the epoch and writes it again.
+            if best is not None:
+                self.save_checkpoint(path=best)
+            self.save_checkpoint()
+            self.topk.remove_displaced()
+
+    def _report_epoch(self, record: dict[str, Any], runner: Any) -> tuple[bool, str | None]:
+        """Evaluate and log; returns whether to save, and the path of the checkpoint if it is one of the best."""
         last = self.global_step >= self.total_steps
 
         def due(every: int) -> bool:
@@ -213,12 +239,4 @@ class TrainWorkspace(BaseWorkspace):
 
         metrics = {key.replace("/", "_"): value for key, value in record.items()}
         best = self.topk.get_ckpt_path(metrics) if self.cfg.checkpoint.topk.monitor_key in metrics else None
-        save = due(self.settings.checkpoint_every) or best is not None
-        self.epoch += 1
-        self.epoch_loss = [0.0, 0]
-        if save:
-            # The best one first: a run that is killed in between repeats the epoch and writes it again.
-            if best is not None:
-                self.save_checkpoint(path=best)
-            self.save_checkpoint()
-            self.topk.remove_displaced()
+        return due(self.settings.checkpoint_every) or best is not None, best

@@ -119,6 +119,9 @@ class GeneratorPolicy(BaseLowdimPolicy, BaseImagePolicy):
     def on_train_start(self) -> None:
         """Prepare for training, after the normaliser is set."""
 
+    def set_average(self, policy: Any) -> None:
+        """Receive the policy with the averaged weights, or None."""
+
     def set_progress(self, fraction: float) -> None:
         """Set the share of the training that is done, in [0, 1]."""
         self.progress = fraction

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from diffusion_policy.model.common.normalizer import LinearNormalizer
-from idp_workspace import proposals
-from idp_workspace.geometry import compute_excess
+from idp_workspace import proposals, ranks
+from idp_workspace.geometry import Samples, compute_excess
 from idp_workspace.geometry_variants import ReferenceVariance, statistics
+from idp_workspace.memory_bank import Remembering
 from idp_workspace.paths import raised
 from idp_workspace.policy.base import GeneratorPolicy
 from idp_workspace.policy.idp_options import IDPOptions, paper_lambda
@@ -27,7 +28,7 @@ def potential(r: Tensor, m: Tensor) -> Tensor:
     return ((1 + m) * r.square()).sum(-1)
 
 
-class IDPPolicy(ReferenceVariance, GeneratorPolicy):
+class IDPPolicy(ReferenceVariance, Remembering, GeneratorPolicy):
     """One-step policy trained on a potential that is weighted by the conditional expert geometry.
 
         E(x) = 1/2 sum_d (1 + m_d) (x_d - a*_d)^2           Eq. (5), m without gradient
@@ -45,51 +46,47 @@ class IDPPolicy(ReferenceVariance, GeneratorPolicy):
     def __init__(self, options: IDPOptions | None = None, **arguments: Unpack[UpstreamArguments]) -> None:
         super().__init__(options, **arguments)
         self.make_reference(self.generator.horizon, self.action_dim)
-        self._last: tuple[Tensor, Tensor] | None = None  # phi and m of the last batch, for the log
+        self.make_bank()
+        self._last: tuple[Tensor, Tensor, Samples | None] | None = None  # phi, m, neighbours of the last batch
         self._terms: dict[str, Tensor] = {}  # the terms of the last loss, without lambda_prox
 
     # ------------------------------------------------------------------ training
     def loss(self, cond: Tensor, actions: Tensor) -> Tensor:
+        """Return E(y) + lambda_prox E(z), Eq. (6), both energies to the power `energy_power`."""
         o, a, t, p = self.options, actions, self.options.t_star, self.options.energy_power
         m = self.excess(cond, a)
-        # Dividing by t* and 1 - t* already weights the probe by 81, or its power.
-        share = self.current_lambda() / paper_lambda(t) ** p
-        n = max(1, round(o.probe_fraction * len(a))) if share else 0  # a batch is shuffled: its first n are a fair draw
-        if o.proposal.is_paper:
-            y, z = self.propose_and_probe(cond, a, n)
-            loss = raised(potential((y - a) / t, m), p)
-        else:
-            loss = proposals.loss(self, cond, a, m)
-            z = self.generator(*self.near_expert(cond, a, n)) if n else a[:0]
-        self._terms = {"loss/proposal": loss.detach()}
-        if n:
-            m = m[:n] if m.ndim and o.geometry_on_probe else m.new_zeros(())
-            probe = raised(potential((z - a[:n]) / (1 - t), m), p)
-            self._terms["loss/probe"] = probe.detach()
-            loss = loss + share * probe if n == len(a) else loss.mean() + share * probe.mean()
-        return o.loss_scale * loss.mean()
+        weight = self.current_lambda() / paper_lambda(t) ** p  # residuals over 1 - t* have the paper's weight already
+        n = max(1, round(o.probe_fraction * len(a))) if weight else 0  # batches are shuffled: any n will do
+        y, z = self.propose_and_probe(cond, a, n)
+        e_y = (
+            raised(potential((y - a) / t, m), p) if o.proposal.is_paper else proposals.energy(y, a, m, o, self.training)
+        )
+        e_z = raised(potential((z - a[:n]) / (1 - t), m[:n] * o.geometry_on_probe if m.ndim else m), p)
+        self._terms = {"loss/proposal": e_y.detach()} | ({"loss/probe": e_z.detach()} if n else {})
+        if n == len(a):
+            return o.loss_scale * (e_y + weight * e_z).mean()
+        return o.loss_scale * (e_y.mean() + (weight * e_z.mean() if n else 0))
 
     def propose_and_probe(self, cond: Tensor, a: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """Return y, and z for the first n samples: in one network call if n is part of the batch, which is faster."""
-        proposal = (cond, self.zeros(len(a)), 0.0)
-        if 0 < n < len(a):
-            y, z = self.generator.together(proposal, self.near_expert(cond, a, n))
+        """Return y = f(o, 0, 0), and z = f(o, a* + (1 - t*) eps, t*) for the first n samples."""
+        t, f = self.options.t_star, self.generator
+        o, start = proposals.inputs(cond, self.zeros(len(a)), self.options.proposal)
+        if 0 < n < len(a):  # one network call is faster than two then
+            y, z = f.together((o, start, 0.0), (cond[:n], a[:n] + (1 - t) * torch.randn_like(a[:n]), t))
             return y, z
-        y = self.generator(*proposal)
-        return y, self.generator(*self.near_expert(cond, a, n)) if n else a[:0]
-
-    def near_expert(self, cond: Tensor, a: Tensor, n: int) -> tuple[Tensor, Tensor, float]:
-        """Return what the probe's call takes, for the first n samples."""
-        t = self.options.t_star
-        return cond[:n], a[:n] + (1 - t) * torch.randn_like(a[:n]), t
+        y = f(o, start, 0.0)
+        z = f(cond, a + (1 - t) * torch.randn_like(a), t) if n else a[:0]
+        return y, z
 
     def excess(self, cond: Tensor, actions: Tensor) -> Tensor:
         """Return m for a batch; a scalar 0 without geometry."""
         if not self.options.geometry:
             return actions.new_zeros(())
         phi = self.generator.embedding(cond)
-        m = compute_excess(phi, actions, self.options, self.reference(actions))
-        self._last = (phi, m)
+        batch = ranks.whole_batch(phi, actions, self.training)
+        among = self.among(batch)
+        m = compute_excess(phi, actions, self.options, self.reference(batch.a), among=among)
+        self._last = (phi, m, among)
         return m
 
     def current_lambda(self) -> float:
@@ -108,7 +105,10 @@ class IDPPolicy(ReferenceVariance, GeneratorPolicy):
     def metrics(self) -> dict[str, float]:
         out = {"lambda_prox": self.current_lambda()}
         out |= {name: self.options.loss_scale * term.mean().item() for name, term in self._terms.items()}
-        return out if self._last is None else out | statistics(*self._last, self.options)
+        if self._last is None:
+            return out
+        phi, m, among = self._last
+        return out | statistics(phi, m, self.options, among)
 
     # ------------------------------------------------------------------ acting
     def sample(self, cond: Tensor, batch: int) -> Tensor:

@@ -36,14 +36,16 @@ class IDPOptions(Geometry):
     loss_scale: float = 0.1
     """Factor of the loss, as in MIP."""
     energy_power: Annotated[float, Above(0)] = 1.0
-    """Beyond the paper: exponent of the potential at each chunk step; 0.5 is its square root. Squared, the best
-    action is the mean of the experts whatever m is; under the root it is nearer to their median, and m changes it."""
+    """Beyond the paper: exponent of the potential at each chunk step; 0.5 is its square root. At 1 the best action is
+    the mean of the experts whatever m is; at 0.5 it is near their median, below that at a mode, and m changes it."""
     probe_fraction: Annotated[float, Above(0)] = 1.0
     """Share of the batch on which the probe is evaluated."""
     nfe: int = 1
     """Network calls per action: 1, or 2 to refine the proposal with the probe."""
     geometry: bool = True
     """False sets m = 0."""
+    bank_size: Annotated[int, AtLeast(0)] = 0
+    """Beyond the paper, for small batches: number of earlier samples among which a batch also looks for neighbours."""
     geometry_on_probe: bool = True
     """False leaves the probe's error isotropic."""
     proposal: Proposal = PAPER_PROPOSAL

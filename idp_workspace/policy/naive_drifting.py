@@ -9,7 +9,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from idp_workspace import drifting
+from idp_workspace import drifting, ranks
 from idp_workspace.geometry_variants import Geometry, neighbor_weights
 from idp_workspace.options import Above, AtLeast
 from idp_workspace.policy.base import GeneratorPolicy
@@ -71,7 +71,8 @@ class NaiveDriftingPolicy(GeneratorPolicy):
         generated = rearrange(x, axes)
         if weights is not None:
             weights = weights.expand(len(generated), *weights.shape)
-        loss = drifting.drifting_loss(generated, rearrange(positives, axes), weights, **o.subset(drifting.Field))
+        average = ranks.mean if self.training else drifting.alone
+        loss = drifting.field_loss(generated, rearrange(positives, axes), weights, o, average)
         error = (x - actions[:, None]).square().mean()
         self._last_error = error.detach()
         if o.mse_coeff:
@@ -84,16 +85,18 @@ class NaiveDriftingPolicy(GeneratorPolicy):
     def positives(self, cond: Tensor, actions: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the expert chunks (B, P, H, D) that attract each observation's samples, and their weights (B, P)."""
         o = self.options
-        everyone = actions[None].expand(len(actions), *actions.shape)
         if o.positives == "own":
             return actions[:, None], None
+        phi = self.generator.embedding(cond)
+        batch = ranks.whole_batch(phi, actions, self.training)
+        actions = batch.a
+        everyone = actions[None].expand(len(cond), *actions.shape)
         if o.positives == "batch":
             return everyone, None
-        phi = self.generator.embedding(cond)
         if o.positives == "knn":
-            h = torch.nn.functional.normalize(phi, dim=1)
-            return actions[(h @ h.T).topk(min(o.knn_k, len(actions)), dim=1).indices], None
-        w = neighbor_weights(phi, Geometry(tau=o.tau, topk=o.topk))
+            h, h_j = torch.nn.functional.normalize(phi, dim=1), torch.nn.functional.normalize(batch.phi, dim=1)
+            return actions[(h @ h_j.T).topk(min(o.knn_k, len(actions)), dim=1).indices], None
+        w = neighbor_weights(phi, Geometry(tau=o.tau, topk=o.topk), among=batch if batch.phi is not phi else None)
         if o.topk is None or o.topk >= len(actions):
             return everyone, w * len(actions)
         # The other weights are zero: leave those positives out, and keep a mean weight of one.

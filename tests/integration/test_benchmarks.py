@@ -8,9 +8,10 @@ import sys
 import pytest
 import torch
 
+from benchmarks import bench_distributed, latency
 from benchmarks.__main__ import BENCHMARKS, machine, main, table, write
 from benchmarks.bench_geometry import ACTION_DIM, FEATURES, HORIZON, expected_peak
-from benchmarks.common import Times, interleaved, peak_bytes, ratio, row
+from benchmarks.common import Times, interleaved, make_policy, peak_bytes, ratio, row
 from idp_workspace.geometry import geometry_excess
 
 SIZE = 256
@@ -130,6 +131,12 @@ def test_a_missed_target_is_not_an_error(tmp_path, monkeypatch, capsys):
     assert written["command"].startswith("python -m benchmarks env --quick")
 
 
+@pytest.mark.parametrize("backbone", latency.BACKBONES)
+def test_the_small_preset_fits_the_latency_benchmark(backbone):
+    policy = make_policy(latency.policy_config(backbone, "cpu")).eval()
+    assert policy.predict_action({"obs": torch.zeros(1, 2, 19)})["action"].shape == (1, 8, 10)
+
+
 def test_every_name_has_a_module(repo_root):
     assert {path.stem for path in (repo_root / "benchmarks").glob("bench_*.py")} == {
         f"bench_{name}" for name in BENCHMARKS
@@ -154,3 +161,12 @@ def test_unknown_name(capsys):
     assert stop.value.code == 2
     message = capsys.readouterr().err
     assert "geometri" in message and all(name in message for name in BENCHMARKS)
+
+
+def test_the_cost_model_adds_what_ranks_compute_and_send():
+    work = {"network": bench_distributed.FLOPS, "geometry": 0.0, "gathered": 0.0, "gradient": 0.0}
+    assert bench_distributed.step_seconds(work, 1) == 1
+    assert bench_distributed.step_seconds(work, 8) == pytest.approx(1 / 8 + 4 * bench_distributed.LATENCY)
+    work["gradient"] = bench_distributed.NEAR
+    assert bench_distributed.step_seconds(work, 8) == pytest.approx(1 / 8 + 2 * 7 / 8, rel=1e-3)
+    assert bench_distributed.step_seconds(work, 64) > bench_distributed.step_seconds(work, 8)

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 from diffusion_policy.common.errors import CheckpointError
 from diffusion_policy.storage import checkpoint_io
+from tests import util
 from tests.util import ROOT, equal, write_pusht
 
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "0"}
@@ -37,15 +38,8 @@ BUSY = [
 ]
 
 
-def command(script, *arguments, check=True, timeout=240):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / script), *map(str, arguments)],
-        env=ENV,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+def command(script, *arguments, check=True):
+    done = util.command(script, *arguments)
     if check:
         assert done.returncode == 0, done.stdout + done.stderr
     return done

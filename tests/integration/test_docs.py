@@ -8,12 +8,10 @@ import argparse
 import ast
 import dataclasses
 import itertools
-import os
 import pathlib
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 import tomllib
 
@@ -24,6 +22,7 @@ from omegaconf import OmegaConf
 
 from diffusion_policy.common import config_util
 from idp_workspace.policy import IDPPolicy
+from tests import util
 from tests.util import ROOT
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "examples/README.md"])
@@ -166,6 +165,8 @@ def test_command_parses(command, monkeypatch):
     match words:
         case ["python", "train.py", *arguments] | ["idp-train", *arguments]:
             check_training(arguments)
+        case ["torchrun" | "accelerate", *arguments]:
+            check_training(arguments[arguments.index("train.py") + 1 :])
         case ["python", "eval.py", *arguments] | ["idp-eval", *arguments]:
             check_module("diffusion_policy.scripts.eval", arguments, monkeypatch)
         case ["python", "-m", "http.server", *_]:
@@ -209,13 +210,10 @@ def test_commands_were_found():
 def test_quick_block_runs(block, tmp_path):
     for entry in ("train.py", "eval.py", "examples", "config"):
         (tmp_path / entry).symlink_to(ROOT / entry)
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    for command in block:
-        words = shlex.split(command)
-        assert words[0] == "python"
-        done = subprocess.run(
-            [sys.executable, *words[1:]], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
-        )
+    for line in block:
+        python, *words = shlex.split(line)
+        assert python == "python"
+        done = util.command(*words[words[0] == "-m" :], cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -2,10 +2,14 @@
 
 import json
 import os
+import pathlib
 import re
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import hydra
 import pytest
@@ -14,7 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from benchmarks.mistakes import MISTAKES, Mistake, Places, in_fork, interruptions
-from diffusion_policy.common.command_line import override, shell_command
+from diffusion_policy.common.command_line import override, reporting, shell_command
 from diffusion_policy.common.errors import ConfigError
 from diffusion_policy.storage import checkpoint_io
 from diffusion_policy.workspace import outlook
@@ -162,6 +166,61 @@ def test_several_numbers_of_network_calls_in_one_evaluation(places, tmp_path):
     assert single.code == 0 and alone["test/mean_score"] == log["by_nfe"]["1"]["test/mean_score"]
 
 
+def without_times_and_paths(log):
+    """What must be the same in an evaluation in one piece and in shards."""
+    out = {key: value for key, value in log.items() if "sim_video" not in key and key != "latency_ms"}
+    out["episodes"] = [dict(episode, video=bool(episode["video"])) for episode in log["episodes"]]
+    return out | {"by_nfe": {key: without_times_and_paths(each) for key, each in log.get("by_nfe", {}).items()}}
+
+
+@pytest.mark.parametrize("count, options", [(2, ["-n", "5"]), (3, ["-n", "4", "--nfe", "2,1", "--act-noise", "3"])])
+def test_shards_merge_into_the_evaluation_in_one_piece(places, tmp_path, count, options):
+    def logged(folder, *arguments):
+        done = in_fork("eval.py", [*arguments, "-o", str(folder)])
+        assert done.code == 0, done.err
+        return json.loads((folder / "eval_log.json").read_text())
+
+    checkpoint = ["-c", str(places.finished), *options]
+    whole = logged(tmp_path / "whole", *checkpoint)
+    for index in range(1, count + 1):
+        done = in_fork("eval.py", [*checkpoint, "-o", str(tmp_path / "parts"), "--shard", f"{index}/{count}"])
+        assert done.code == 0 and f"--merge {tmp_path / 'parts'}" in done.out, done.err
+    merged = logged(tmp_path / "merged", "--merge", str(tmp_path / "parts"))
+    assert without_times_and_paths(merged) == without_times_and_paths(whole)
+    assert merged.keys() == whole.keys()
+    videos = [episode["video"] for episode in merged["episodes"] if episode["video"]]
+    assert videos and all(pathlib.Path(video).is_file() for video in videos)
+
+
+def test_shards_that_do_not_belong_together_are_refused(places, tmp_path):
+    def shard(part, *options):
+        done = in_fork("eval.py", ["-c", str(places.finished), "-o", str(tmp_path), "--shard", part, *options])
+        assert done.code == 0, done.err
+
+    def refused(text, folder=tmp_path):
+        done = in_fork("eval.py", ["--merge", str(folder)])
+        assert done.code == 2 and text in done.err and done.err.count("\n") == 1, done.err
+        assert not (folder / "eval_log.json").exists()
+
+    shard("1/3", "-n", "3")
+    refused("shard 2/3, 3/3 is missing")
+    shard("3/3", "-n", "3")
+    refused("shard 2/3 is missing; run eval.py with the same options and --shard 2/3")
+    shard("2/3", "-n", "3", "--seeds", "200000")
+    refused("shards 1 and 2 differ in seeds (None and 200000)")
+    log = json.loads((tmp_path / "shard_1_of_3/eval_log.json").read_text())
+    log["shard"]["index"] = 2
+    shutil.copytree(tmp_path, tmp_path / "other")
+    other = tmp_path / "other/shard_2_of_3/eval_log.json"
+    log["shard"]["checkpoint_sha256"] = "of another checkpoint"
+    other.write_text(json.dumps(log))
+    refused("shards 1 and 2 differ in checkpoint_sha256", tmp_path / "other")
+    other.write_text("{")
+    refused("is not the log of a shard", tmp_path / "other")
+    shard("1/2", "-n", "3")
+    refused("has shards of 2 and of 3")
+
+
 def test_two_evaluations_at_once_do_not_share_a_folder(places, tmp_path):
     from diffusion_policy.workspace.run_folder import locked
 
@@ -283,3 +342,18 @@ def test_answers_that_are_not_good_are_found():
     assert Answer(2, "", "error: clear\nmore").problem(mistake) == "not one line"
     assert Answer(2, "", "Traceback").problem(mistake) == "a traceback"
     assert Answer(2, "", "error: other").problem(mistake) == "no 'clear'"
+
+
+def test_ctrl_c_inside_a_callback_is_not_lost(capfd, request):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # processes of xdist ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+
+    class Finalised:
+        def __del__(self):
+            raise KeyboardInterrupt  # Python prints and ignores what a finaliser raises
+
+    with pytest.raises(SystemExit) as stop, reporting():
+        Finalised()
+        time.sleep(5)
+    assert stop.value.code == 130
+    assert capfd.readouterr().err == "stopped by Ctrl-C\n"

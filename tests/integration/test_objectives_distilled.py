@@ -4,10 +4,7 @@ chained runs.
 
 import copy
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import hydra
 import pytest
@@ -24,6 +21,7 @@ from idp_workspace.policy import (
     ConsistencyTrainingPolicy,
     DDPMPolicy,
     EDMTeacherPolicy,
+    IDPPolicy,
     MeanFlowPolicy,
     OFPPolicy,
     OneStepDiffusionPolicy,
@@ -32,7 +30,8 @@ from idp_workspace.policy import (
 from idp_workspace.policy.mean_flow import block_features, blocks, dispersion
 from idp_workspace.policy.ofp import moved_up
 from idp_workspace.teacher import TeacherError
-from tests.util import ROOT, load_config, train_here, unit_normalizer, write_pusht
+from tests import util
+from tests.util import load_config, train_here, unit_normalizer, write_pusht
 
 H, D, DO, TO, TA = 16, 3, 5, 2, 8
 SIZES = dict(horizon=H, obs_dim=DO, action_dim=D, n_obs_steps=TO, n_action_steps=TA)
@@ -141,7 +140,7 @@ def test_heun_on_the_ode_of_gaussian_data():
     square of the step.
     """
     sd, x = 0.5, torch.ones(1, 1, 1, dtype=torch.float64)
-    ideal = lambda x, sigma: x * (sd**2 / (sd**2 + sigma**2))[:, None, None]
+    ideal = lambda x, sigma: x * (sd**2 / (sd**2 + sigma**2)).reshape(-1, 1, 1)
     exact = ((0.1**2 + sd**2) / (2.0**2 + sd**2)) ** 0.5
     errors = [
         abs(edm.heun(ideal, x, edm.edges(n, 0.1, 2.0).double(), sigma_min=0.0).item() - exact) for n in (10, 20, 40)
@@ -682,9 +681,7 @@ def train_on_ring(policy_class, steps, lr=3e-3, betas=(0.9, 0.999), **options):
         n_obs_steps=1,
         n_action_steps=2,
         obs_as_cond=True,
-        model=Ring(),
-        obs_encoder=StateEncoder(1, 1, 16),
-        **options,
+        **({"model": Ring(), "obs_encoder": StateEncoder(1, 1, 16)} | options),
     )
     policy.set_normalizer(unit_normalizer(1, 2))
     optimizer = torch.optim.Adam([p for p in policy.parameters() if p.requires_grad], lr=lr, betas=betas)
@@ -699,6 +696,12 @@ def train_on_ring(policy_class, steps, lr=3e-3, betas=(0.9, 0.999), **options):
         schedule.step()
     obs = torch.linspace(-1, 1, 200)[:, None, None]
     return policy.eval(), (policy.predict_action({"obs": obs})["action"] - ring(obs)).square().mean().sqrt().item()
+
+
+def test_idp_learns_a_map():
+    """To a stated error in seconds, with one of the backbones."""
+    networks = dict(model=ResidualMLP(2, 2, 2, 1, n_layer=2, n_emb=64, p_drop=0.0), obs_encoder=StateEncoder(1, 1, 64))
+    assert train_on_ring(IDPPolicy, 600, lr=2e-3, lambda_schedule="ramp", **networks)[1] < 0.05
 
 
 def test_mean_flow_and_ofp_learn_a_map():
@@ -723,7 +726,6 @@ def test_one_step_diffusion_learns_a_map(monkeypatch):
 
 
 # ---------------------------------------------------------------------- runs
-ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "0"}
 SHORT = ("preset=debug", "task.env_runner.max_steps=8", "task.env_runner.n_test=1", "task.env_runner.n_test_vis=0")
 
 
@@ -737,22 +739,8 @@ def train(name, run, zarr, *overrides):
 
 
 def command(name, run, zarr, *overrides):
-    return subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "train.py"),
-            f"--config-name={name}",
-            *SHORT,
-            f"task.dataset.zarr_path={zarr}",
-            f"hydra.run.dir={run}",
-            *overrides,
-        ],
-        env=ENV,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    words = (f"--config-name={name}", *SHORT, f"task.dataset.zarr_path={zarr}", f"hydra.run.dir={run}")
+    return util.command("train.py", *words, *overrides)
 
 
 def weights(run):

@@ -28,10 +28,11 @@ from diffusion_policy.env_runner.robomimic_image_runner import RobomimicImageRun
 from diffusion_policy.env_runner.robomimic_lowdim_runner import RobomimicLowdimRunner
 from diffusion_policy.gym_util.multistep_wrapper import MultiStepWrapper
 from diffusion_policy.model.common.rotation_transformer import RotationTransformer
+from diffusion_policy.scripts import eval as eval_script
 from diffusion_policy.scripts import robomimic_abs_actions
 from diffusion_policy.scripts.generate_robomimic_demos import CAMERAS, generate
 from diffusion_policy.storage.hdf5_reader import read_demos
-from tests.util import ROOT
+from tests.util import ROOT, train_here
 
 OBS_KEYS = ["object", "robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos"]
 # obs dim of MIP's protocol, numbers of an action
@@ -442,39 +443,21 @@ def test_videos_of_state_and_image_runners(scripted_lift, tmp_path):
 
 
 # ---------------------------------------------------------------------- commands
-def command(*arguments):
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+SHORT = (
+    "preset=debug",
+    "training.num_epochs=1",
+    "task.env_runner.n_envs=1",
+    "task.env_runner.n_test=1",
+    "task.env_runner.max_steps=8",
+)
 
 
-def test_train_and_evaluate_from_state(scripted_lift, tmp_path):
-    command(
-        "train.py",
-        "--config-name=train_idp_transformer_lowdim",
-        "preset=debug",
-        "task=lift_ph_lowdim",
-        "task.env_runner.n_test_vis=0",
-        f"task.dataset_path={scripted_lift / 'low_dim_abs.hdf5'}",
-        f"hydra.run.dir={tmp_path / 'run'}",
-        "task.env_runner.n_envs=1",
-    )
-    out = command(
-        "eval.py",
-        "--checkpoint",
-        tmp_path / "run/checkpoints/latest.ckpt",
-        "--output_dir",
-        tmp_path / "eval",
-        "--n_episodes",
-        1,
-    )
+def test_train_and_evaluate_from_state(scripted_lift, tmp_path, capsys):
+    data = f"task.dataset_path={scripted_lift / 'low_dim_abs.hdf5'}"
+    task = ("task=lift_ph_lowdim", "task.env_runner.n_test_vis=0", data)
+    _, summary = train_here(tmp_path / "run", "train_idp_transformer_lowdim", *SHORT, *task)
+    eval_script.main(["--checkpoint", summary["checkpoint"], "--output_dir", str(tmp_path / "eval"), "-n", "1"])
+    out = capsys.readouterr().out
     assert "mean score" in out and json.loads((tmp_path / "eval/eval_log.json").read_text())["nfe"] == 1
 
 
@@ -486,18 +469,8 @@ def test_train_from_images_made_here(tmp_path):
             file["data/demo_0/obs/agentview_image"].shape[1:] == (84, 84, 3)
             and file["data/demo_0/obs/agentview_image"].dtype == np.uint8
         )
-    command(
-        "train.py",
-        "--config-name=train_idp_unet_image",
-        "preset=debug",
-        "task=lift_ph_image",
-        f"task.dataset_path={tmp_path / 'image_abs.hdf5'}",
-        f"hydra.run.dir={tmp_path / 'run'}",
-        "task.env_runner.n_envs=1",
-        "task.env_runner.n_test=1",
-        "task.env_runner.max_steps=8",
-        "training.num_epochs=1",
-    )
+    task = ("task=lift_ph_image", f"task.dataset_path={tmp_path / 'image_abs.hdf5'}")
+    train_here(tmp_path / "run", "train_idp_unet_image", *SHORT, *task)
     assert "test/mean_score" in (tmp_path / "run/logs.json.txt").read_text()
 
 

@@ -1,11 +1,8 @@
-"""Pictures of the expert geometry: the helpers against closed forms, the command from a training run to its files."""
+"""Figures of the expert geometry: the helpers against closed forms, the command from a training run to its files."""
 
 import json
 import math
-import os
 import pathlib
-import subprocess
-import sys
 
 import hydra
 import numpy as np
@@ -17,6 +14,7 @@ from diffusion_policy.common.replay_buffer import ReplayBuffer
 from idp_workspace import visualize
 from idp_workspace.geometry import conditional_variance
 from idp_workspace.geometry_variants import Geometry, neighbor_weights, variance_around_mean
+from tests.util import command, train_here
 
 
 # ---------------------------------------------------------------------- helpers
@@ -148,34 +146,12 @@ def data(tmp_path_factory) -> pathlib.Path:
 
 
 @pytest.fixture(scope="module")
-def run(data, repo_root, tmp_path_factory) -> pathlib.Path:
+def run(data, tmp_path_factory) -> pathlib.Path:
     """The folder of a training run of a few steps."""
     folder = tmp_path_factory.mktemp("run")
-    python(
-        repo_root,
-        "train.py",
-        "--config-name=train_idp_mlp_lowdim",
-        "preset=debug",
-        f"task.dataset.zarr_path={data}",
-        "training.device=cpu",
-        "task.env_runner.n_test=1",
-        "task.env_runner.n_test_vis=0",
-        f"hydra.run.dir={folder}",
-    )
+    short = ("training.device=cpu", "task.env_runner.n_test=1", "task.env_runner.n_test_vis=0")
+    train_here(folder, "train_idp_mlp_lowdim", "preset=debug", f"task.dataset.zarr_path={data}", *short)
     return folder
-
-
-def python(root: pathlib.Path, *arguments: str) -> str:
-    result = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
 
 
 def fails(capsys, *arguments: str) -> str:
@@ -209,22 +185,10 @@ def check_images(folder: pathlib.Path) -> dict:
     return report
 
 
-def test_from_a_training_run_to_images(run, repo_root, capsys):
+def test_from_a_training_run_to_images(run, capsys):
     checkpoint = run / "checkpoints/latest.ckpt"
-    out = python(
-        repo_root,
-        "-m",
-        "idp_workspace.visualize",
-        "--checkpoint",
-        str(checkpoint),
-        "--batch",
-        "48",
-        "--n",
-        "3",
-        "--device",
-        "cpu",
-    )
-    assert "kappa" in out
+    done = command("idp_workspace.visualize", "-c", checkpoint, "--batch", 48, "--n", 3, "--device", "cpu")
+    assert done.returncode == 0 and "kappa" in done.stdout, done.stdout + done.stderr
     report = check_images(run / "geometry")
     assert report["batch"] == 48 and report["step"] == 1 and report["global_step"] == 8 and report["geometry_in_loss"]
     assert set(report["training"]) == set(visualize.LOGGED)

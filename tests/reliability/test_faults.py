@@ -21,7 +21,7 @@ from tests.util import equal, load_config, write_pusht
 # ---------------------------------------------------------------------- kills, full disks, damage
 @pytest.mark.parametrize(
     "scenario, kills",
-    [("accumulation, dropout, EMA, cosine, ramp", 6), ("worker processes", 2), ("random crops of images", 1)],
+    [("accumulation, dropout, EMA, cosine, ramp", 3), ("worker processes", 1), ("random crops of images", 1)],
     ids=["everything", "workers", "crops"],
 )
 def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(scenario, kills, tmp_path):
@@ -142,8 +142,7 @@ def workspace(tmp_path):
     return make
 
 
-@pytest.mark.parametrize("gradient", [False, True], ids=["loss", "gradient"])
-@pytest.mark.parametrize("clip", ["10", "null"])
+@pytest.mark.parametrize("clip, gradient", [("10", False), ("10", True), ("null", True)])  # a loss is not clipped
 def test_a_step_that_is_not_finite_stops_the_run_and_can_be_repeated(workspace, tmp_path, gradient, clip):
     run = workspace("training.gradient_accumulate_every=2", f"training.grad_clip_norm={clip}")
     run.model.compute_loss = Spoiled(run, {11}, gradient)

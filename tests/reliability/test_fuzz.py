@@ -12,15 +12,15 @@ from benchmarks import fuzz
 from benchmarks.fuzz_targets import load, mutate
 
 CASES = {
-    "zarr": 120,
-    "hdf5": 120,
-    "checkpoint": 60,
-    "observations": 120,
-    "overrides": 12,
-    "hostile": 60,
-    "downloads": 24,
-    "recordings": 60,
-    "onnx": 60,
+    "zarr": 50,
+    "hdf5": 50,
+    "checkpoint": 30,
+    "observations": 50,
+    "overrides": 6,
+    "hostile": 30,
+    "downloads": 12,
+    "recordings": 30,
+    "onnx": 30,
 }
 
 
@@ -30,7 +30,7 @@ def test_no_findings():
     for target, count in CASES.items():
         outcomes = result["targets"][target]["outcomes"]
         assert sum(outcomes.values()) == count and len(outcomes) > 1
-        # Neither all read nor all refused. Of a dozen overrides, all may be wrong.
+        # Neither all read nor all refused. Of a few overrides, all may be wrong.
         assert any(outcome.endswith("read") for outcome in outcomes) or target == "overrides"
     assert "zarr" in fuzz.table(result)
 

@@ -4,8 +4,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 import zipfile
 
 import dill
@@ -20,7 +18,7 @@ from diffusion_policy.storage import checkpoint_io, weights_io
 from diffusion_policy.storage.safe_config import VARIABLE, checked_config
 from diffusion_policy.workspace.base_workspace import BaseWorkspace
 from diffusion_policy.workspace.train_workspace import TrainWorkspace
-from tests.util import ROOT, equal, load_config, write_pusht
+from tests.util import command, equal, load_config, write_pusht
 
 
 @pytest.fixture(scope="module")
@@ -197,12 +195,7 @@ def test_the_configurations_that_ship_are_allowed(name):
 def test_a_yaml_file_cannot_call_python(tmp_path):
     marker = tmp_path / "executed"
     (tmp_path / "evil.yaml").write_text(f"x: !!python/object/apply:os.system ['touch {marker}']\n")
-    done = subprocess.run(
-        [sys.executable, "train.py", "--config-dir", str(tmp_path), "--config-name=evil"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = command("train.py", "--config-dir", tmp_path, "--config-name=evil")
     assert done.returncode != 0 and "could not determine a constructor" in done.stderr and not marker.exists()
 
 
@@ -268,9 +261,7 @@ def test_exported_weights_act_the_same(checkpoint, tmp_path):
     assert equal(load_policy(folder).predict_action(obs), load_policy(checkpoint).predict_action(obs))
     with pytest.raises(ConfigError, match="--overwrite"):
         convert(checkpoint, tmp_path / "weights")
-    done = subprocess.run(
-        [sys.executable, "eval.py", "-c", str(folder), "-n", "1"], cwd=ROOT, capture_output=True, text=True
-    )
+    done = command("eval.py", "-c", folder, "-n", 1)
     assert done.returncode == 0 and (folder / "eval_weights_n1/eval_log.json").is_file(), done.stderr
 
 
@@ -349,29 +340,7 @@ def test_an_upstream_optimiser_with_an_omegaconf_list_becomes_plain(checkpoint, 
 
 
 def test_the_convert_command(checkpoint, tmp_path):
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "diffusion_policy.scripts.convert_checkpoint",
-            str(checkpoint),
-            str(tmp_path / "weights"),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = command("diffusion_policy.scripts.convert_checkpoint", checkpoint, tmp_path / "weights")
     assert done.returncode == 0 and f"eval.py --checkpoint {tmp_path / 'weights'}" in done.stdout
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "diffusion_policy.scripts.convert_checkpoint",
-            str(tmp_path / "nothing"),
-            str(tmp_path / "x"),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = command("diffusion_policy.scripts.convert_checkpoint", tmp_path / "nothing", tmp_path / "x")
     assert done.returncode == 2 and "no checkpoint at" in done.stderr and "Traceback" not in done.stderr

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from idp_workspace import geometry_variants
-from idp_workspace.geometry import conditional_variance, geometry_excess, reference_variance
+from benchmarks.common import peak_bytes
+from idp_workspace import geometry, geometry_variants
+from idp_workspace.geometry import Samples, compute_excess, conditional_variance, geometry_excess, reference_variance
 from idp_workspace.geometry_variants import Geometry, effective_neighbors, reference_covariance
 from tests.util import load_config, unit_normalizer
 
@@ -310,6 +311,61 @@ def test_the_loss_and_its_gradient_are_finite_on_degenerate_batches(switches):
             assert torch.isfinite(loss), (kind, b)
             assert all(torch.isfinite(p.grad).all() for p in policy.parameters() if p.grad is not None), (kind, b)
             assert all(math.isfinite(value) for value in policy.metrics().values()), (kind, b)
+
+
+# ---------------------------------------------------------------------- large batches, and neighbours elsewhere
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {},
+        {"granularity": "flat", "center": "weighted_mean"},
+        {"self_neighbor": False, "topk": 7, "rel_floor": 0.01},
+        {"weights": "uniform", "granularity": "dim"},
+        {"matrix": "full"},
+        {"matrix": "full", "center": "weighted_mean", "self_neighbor": False},
+    ],
+)
+def test_a_large_batch_in_parts_has_the_same_m(switches, monkeypatch):
+    features, actions = batch(b=50)
+    whole = geometry_excess(features, actions, **switches)
+    monkeypatch.setattr(geometry_variants, "ROWS", 16)  # parts of 16, 16, 16 and 2
+    torch.testing.assert_close(geometry_excess(features, actions, **switches), whole, atol=1e-4, rtol=1e-3)
+    g = Geometry(**switches)
+    for first in (0, 30):  # some rows of a batch, such as those of one process
+        rows = slice(first, first + 20)
+        part = compute_excess(features[rows], actions[rows], g, among=Samples(features, actions, first))
+        torch.testing.assert_close(part, whole[rows], atol=1e-4, rtol=1e-3)
+
+
+def test_one_part_is_the_whole_to_the_last_bit():
+    """The batch of the paper, 1024, is computed in one part by the formulas of one batch."""
+    features, actions = batch(b=1024, f=8, h=2)
+    assert torch.equal(geometry_excess(features, actions), geometry.excess(features, actions))
+
+
+def test_the_memory_of_a_large_batch_grows_with_b_and_not_with_its_square(monkeypatch):
+    monkeypatch.setattr(geometry_variants, "ROWS", 64)
+    peaks = []
+    for b in (512, 1024, 2048):
+        data = batch(b, f=4, h=1, d=2)
+        peaks.append(peak_bytes(lambda data=data: geometry_excess(*data)))
+    assert peaks[2] < 2.1 * peaks[1] < 4.4 * peaks[0]
+
+
+def test_logging_a_large_batch_takes_no_more_memory_than_its_m(monkeypatch):
+    monkeypatch.setattr(geometry_variants, "ROWS", 64)
+    features, actions = batch(1024, f=4, h=1, d=2)
+    m = geometry_excess(features, actions)
+    used = peak_bytes(lambda: geometry_variants.statistics(features, m, Geometry()))
+    assert used < 4 * 64 * 1024 * 4
+
+
+def test_shuffled_weights_of_a_part_are_those_of_other_samples(monkeypatch):
+    features, actions = two_clusters()
+    monkeypatch.setattr(geometry_variants, "ROWS", 32)
+    torch.manual_seed(0)
+    shuffled = geometry_excess(features, actions, weights="shuffled")[..., 0].mean()
+    assert shuffled < 0.5 * geometry_excess(features, actions)[..., 0].mean()
 
 
 # ---------------------------------------------------------------------- invariances and switches

@@ -248,3 +248,26 @@ def test_mip_s_rule_maps_every_range_and_constants_to_minus_one():
     torch.testing.assert_close(upstream["x"].normalize(data)[:, :2], torch.tensor([[0.0, 0], [0, 1e-5], [0, 5e-6]]))
     for name in ("scale", "offset"):
         assert torch.equal(ours["x"].params_dict[name][2:], upstream["x"].params_dict[name][2:])
+
+
+def test_a_field_follows_what_is_fitted_and_loaded_later():
+    normalizer, other = LinearNormalizer(), LinearNormalizer()
+    normalizer.fit({"a": torch.tensor([[0.0], [1.0]])})
+    other.fit({"a": torch.tensor([[0.0], [4.0]])})
+    x, keys = torch.tensor([[1.0]]), set(normalizer.state_dict())
+    assert normalizer["a"] is normalizer["a"] and normalizer["a"].normalize(x) == 1
+    normalizer.fit({"a": torch.tensor([[0.0], [2.0]])})
+    assert normalizer["a"].normalize(x) == 0
+    normalizer.load_state_dict(other.state_dict())
+    assert normalizer["a"].normalize(x) == -0.5 and set(normalizer.state_dict()) == keys
+    twin = copy.deepcopy(normalizer)
+    twin["a"].params_dict["scale"].fill_(0.0)
+    assert normalizer["a"].normalize(x) == -0.5 and twin["a"].normalize(x) == -1
+    assert normalizer.double()["a"].normalize(x).dtype == torch.float64
+
+
+def test_data_may_be_split_over_several_dimensions():
+    normalizer = SingleFieldLinearNormalizer.create_fit(torch.rand(10, 2, 3), last_n_dims=2)
+    x = torch.rand(4, 2, 3)
+    assert torch.equal(normalizer.normalize(x), normalizer.normalize(x.flatten(1)).reshape(4, 2, 3))
+    assert torch.equal(normalizer.unnormalize(x), normalizer.unnormalize(x.flatten(1)).reshape(4, 2, 3))

@@ -10,7 +10,7 @@ from diffusion_policy.dataset.pusht_image_dataset import PushTImageDataset
 from diffusion_policy.env.pusht import symmetry
 from diffusion_policy.env.pusht.pusht_env import PushTEnv
 from diffusion_policy.env.pusht.pusht_image_env import PushTImageEnv
-from tests.util import ROOT
+from tests.util import ROOT, write_pusht
 
 DEMOS = ROOT / "data/demos/pusht_policy_rollouts.zarr"
 
@@ -60,9 +60,10 @@ def test_mirrored_twice_is_the_same():
 
 
 @pytest.mark.parametrize("kind", [PushTStateDataset, PushTLowdimDataset, PushTImageDataset])
-def test_a_dataset_holds_the_mirror_image_of_every_training_window(kind):
+def test_a_dataset_holds_the_mirror_image_of_every_training_window(kind, tmp_path):
     arguments = {"horizon": 4, "val_ratio": 0.1, "max_train_episodes": 2}
-    plain, both = (kind(DEMOS, augment=augment, **arguments) for augment in (None, "mirror"))
+    path = write_pusht(tmp_path / "pusht.zarr") if kind is PushTImageDataset else DEMOS  # whose images take seconds
+    plain, both = (kind(path, augment=augment, **arguments) for augment in (None, "mirror"))
     count = len(plain)
     assert len(both) == 2 * count and len(both.get_validation_dataset()) == len(plain.get_validation_dataset())
     for index in (0, count - 1):

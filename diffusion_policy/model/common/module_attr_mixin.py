@@ -17,8 +17,8 @@ class ModuleAttrMixin(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return next(self.parameters()).device
+        return self._dummy_variable.device  # the first parameter, without a search
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
+        return self._dummy_variable.dtype

@@ -48,14 +48,22 @@ class LinearNormalizer(DictOfTensorMixin):
                 value, last_n_dims, dtype, mode, output_max, output_min, range_eps, fit_offset, key
             )
 
+    def __init__(self, params_dict: nn.ParameterDict | None = None):
+        super().__init__(params_dict)
+        self._fields: dict[str, SingleFieldLinearNormalizer] = {}
+
     def __getitem__(self, key: str) -> "SingleFieldLinearNormalizer":
-        if key not in self.params_dict:
-            known = ", ".join(self.params_dict.keys()) or "none"
+        fitted = self.params_dict
+        if key not in fitted:
+            known = ", ".join(fitted.keys()) or "none"
             raise ConfigError(
                 f"The normaliser has no field {key!r}; fitted fields: {known}. Fit it on data with that key "
                 f"(dataset.get_normalizer() and policy.set_normalizer()) before it is used."
             )
-        return SingleFieldLinearNormalizer(self.params_dict[key])
+        field, parameters = self._fields.get(key), fitted[key]
+        if field is None or field.params_dict is not parameters:  # making a module takes longer than using it
+            field = self._fields[key] = SingleFieldLinearNormalizer(parameters)
+        return field
 
     def __setitem__(self, key: str, value: "SingleFieldLinearNormalizer") -> None:
         self.params_dict[key] = value.params_dict
@@ -139,11 +147,15 @@ class SingleFieldLinearNormalizer(DictOfTensorMixin):
     def normalize(self, x: Array) -> torch.Tensor:
         """Normalise an array or tensor (..., D), in the normaliser's dtype and on its device."""
         x, scale, offset = self._operands(x)
+        if x.shape[-1:] == scale.shape:
+            return x * scale + offset
         return (x.reshape(-1, len(scale)) * scale + offset).reshape(x.shape)
 
     def unnormalize(self, x: Array) -> torch.Tensor:
         """The inverse of `normalize`."""
         x, scale, offset = self._operands(x)
+        if x.shape[-1:] == scale.shape:
+            return (x - offset) / scale
         return ((x.reshape(-1, len(scale)) - offset) / scale).reshape(x.shape)
 
     def forward(self, x: Array) -> torch.Tensor:
@@ -162,9 +174,10 @@ class SingleFieldLinearNormalizer(DictOfTensorMixin):
 
     def _operands(self, x: Array) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self._require_fitted()
-        scale, offset = self.params_dict["scale"], self.params_dict["offset"]
+        parameters = self.params_dict
+        scale, offset = parameters["scale"], parameters["offset"]
         x = _as_tensor(x).to(device=scale.device, dtype=scale.dtype)
-        if x.numel() % len(scale):
+        if x.shape[-1:] != scale.shape and x.numel() % len(scale):
             raise ConfigError(f"Data of shape {tuple(x.shape)} does not fit a normaliser of size {len(scale)}.")
         return x, scale, offset
 

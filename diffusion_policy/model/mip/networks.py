@@ -10,7 +10,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import nn
 
 from diffusion_policy.common.errors import ConfigError
@@ -54,8 +53,7 @@ class StateEncoder(nn.Module):
         """obs: (B, To, obs_dim) -> (B, To, emb_dim)."""
         if hasattr(self, "features"):
             obs = self.features(obs)
-        tokens = self.mlp(rearrange(obs, "b to d -> b (to d)"))
-        return rearrange(tokens, "b (to e) -> b to e", to=self.n_obs_steps)
+        return self.mlp(obs.flatten(1)).view(-1, self.n_obs_steps, self.output_dim)
 
 
 class TwoTimeEmbedding(nn.Module):
@@ -253,4 +251,4 @@ class ResidualMLP(nn.Module):
         angles = stack_times(timestep, start_time, sample)[..., None] * self.frequencies  # (B, 2, time_embed_dim / 2)
         tau = torch.cat([angles.sin(), angles.cos()], dim=-1)
         x = self.net(torch.cat([sample.flatten(1), tau.flatten(1), cond.flatten(1)], dim=-1))
-        return rearrange(x, "b (t d) -> b t d", t=self.horizon)
+        return x.view(-1, self.horizon, self.output_dim)
