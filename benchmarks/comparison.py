@@ -20,10 +20,11 @@ def seed_table(study: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     }
     reference = groups.get(study.get("reference", ""))
     minus = f"minus {study['reference']}" if reference else ""
+    also = list(study.get("also", {}))
     lines = [
-        f"| run | score | 95 % interval | seed by seed | {minus} "
+        f"| run | score | 95 % interval | seed by seed | {minus} {''.join(f'| {name} ' for name in also)}"
         "| end still | network calls | steps | core-minutes | training step, ms | inference, ms |",
-        "|---" * 11 + "|",
+        "|---" * (11 + len(also)) + "|",
     ]
     for name, group in sorted(groups.items(), key=lambda item: -score_of(item[1])):
         low, high = interval(scores_of(group))
@@ -31,6 +32,7 @@ def seed_table(study: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         lines.append(
             f"| {name} | {score_of(group):.3f} | {low:.3f} to {high:.3f} "
             f"| {each} | {difference(group, reference)} "
+            f"{''.join(f'| {also_of(group, name):.3f} ' for name in also)}"
             f"| {mean_of(group, 'ends_still', '{:.0%}')} | {group[0]['nfe']:g} | {group[0]['steps']} "
             f"| {mean_of(group, 'cpu_minutes', '{:.1f}')} | {mean_of(group, 'step_ms', '{:.0f}')} "
             f"| {mean_of(group, 'inference_ms', '{:.2f}')} |"
@@ -40,6 +42,11 @@ def seed_table(study: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
 def score_of(group: list[dict[str, Any]]) -> float:
     return float(np.mean([row["score"] for row in group]))
+
+
+def also_of(group: list[dict[str, Any]], name: str) -> float:
+    """The mean score of another evaluation of the same policies."""
+    return float(np.mean([row["also"][name] for row in group]))
 
 
 def scores_of(group: list[dict[str, Any]]) -> np.ndarray:

@@ -10,7 +10,8 @@ differences to it.
 Runs and tables go to data/studies/<study>/. Every run is trained: a study that was stopped continues where it stopped,
 a finished one is moved aside and made again. --keep takes finished rows with the same command instead, from the last
 study or from results/<study>/, and marks them. --publish also writes the tables to results/<study>/. `eval: null` takes
-the scores from the evaluations during training instead of a final one. Times are measured at the end, run by run;
+the scores from the evaluations during training instead of a final one; `also: {NAME: OPTIONS}` evaluates each run with
+other options of eval.py, too, into a column of its own. Times are measured at the end, run by run;
 core-minutes are the processor time of a training, with its start-up and evaluations.
 """
 
@@ -70,18 +71,10 @@ def run(study: dict[str, Any], entry: dict[str, Any], threads: int) -> dict[str,
             write_json(folder / "made.json", provenance())
             minutes = call(*train, "training.resume=true", f"hydra.run.dir={folder}")
             write_json(folder / "cpu.json", {"minutes": minutes})
-        if evaluates(study) and not (folder / "eval/eval_log.json").is_file():
-            call(
-                "eval.py",
-                "--checkpoint",
-                str(folder / "checkpoints/latest.ckpt"),
-                "--output_dir",
-                str(folder / "eval"),
-                "--device",
-                "cpu",
-                *study.get("eval", []),
-                *entry.get("eval", []),
-            )
+        for name, options in evaluations(study, entry).items():
+            if not (folder / name / "eval_log.json").is_file():
+                checkpoint, output = str(folder / "checkpoints/latest.ckpt"), str(folder / name)
+                call("eval.py", "--checkpoint", checkpoint, "--output_dir", output, "--device", "cpu", *options)
     return row_of(study, entry)
 
 
@@ -118,6 +111,7 @@ def row_of(study: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
     log = read_json(folder / "eval/eval_log.json")
     if open_loop(study):
         return row | study_open_loop.row(log)
+    also = study.get("also", {})
     return row | {
         "score": log["test/mean_score"],
         "interval_95": log["interval_95"],
@@ -126,6 +120,7 @@ def row_of(study: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
         "ends_still": log.get("test/ends_still"),
         "cpu_minutes": read_json(folder / "cpu.json")["minutes"] if (folder / "cpu.json").is_file() else None,
         "scores": {key: value for key, value in log.items() if key.startswith("test/sim_max_reward_")},
+        "also": {name: read_json(folder / f"eval_{name}/eval_log.json")["test/mean_score"] for name in also},
     }
 
 
@@ -194,6 +189,14 @@ def finished_rows(study: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def evaluates(study: dict[str, Any]) -> bool:
     return study.get("eval", []) is not None
+
+
+def evaluations(study: dict[str, Any], entry: dict[str, Any]) -> dict[str, list[str]]:
+    """Options of eval.py by the folder of each evaluation: the one that the table ranks by, and those of `also`."""
+    if not evaluates(study):
+        return {}
+    also = {f"eval_{name}": options for name, options in study.get("also", {}).items()}
+    return {"eval": [*study.get("eval", []), *entry.get("eval", [])]} | also
 
 
 def open_loop(study: dict[str, Any]) -> bool:

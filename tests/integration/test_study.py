@@ -88,8 +88,12 @@ def test_a_real_study(tmp_path, capsys):
     overrides = ["preset=debug", "task.env_runner.max_steps=8", "task.env_runner.n_test_vis=0"]
     spec = {"name": "real", "title": "Real", "description": "One run.", "overrides": overrides, "runs": RUNS[:1]}
     file = tmp_path / "real.yaml"
-    file.write_text(yaml.safe_dump(spec | {"eval": ["--n_episodes", "2"]}))
+    seeds = {"seeds": [1], "also": {"from zero": ["--seeds", "0", "--n_episodes", "1"]}}
+    file.write_text(yaml.safe_dump(spec | {"eval": ["--n_episodes", "2"]} | seeds))
     study.main([str(file), "--output", str(tmp_path / "out"), "--jobs", "1"])
     (row,) = rows(tmp_path / "out")
     assert row["n_episodes"] == 2 and row["step_ms"] > 0 and row["made"]["versions"]["torch"]
-    assert "| a | 0." in capsys.readouterr().out
+    assert list(row["also"]) == ["from zero"]
+    printed = capsys.readouterr().out
+    assert "| from zero |" in printed and "| a | 0." in printed
+    assert "| a 1 | 0." in study.table([row])
