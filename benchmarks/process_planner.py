@@ -21,6 +21,8 @@ def work(make_plan: Any, arguments: tuple[Any, ...], pipe: Any) -> None:
 class ProcessPlanner:
     """The methods of `ThreadPlanner`, through a pipe; the process builds the policy itself."""
 
+    thread_id = None
+
     def __init__(self, make_plan: Any, *arguments: Any):
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()

@@ -50,7 +50,7 @@ class ActionChunkExecutor:
         start: where the robot stands, as an action, so that `limits.max_step` holds for the first action, too.
         watchdog: seconds without a usable chunk after which the run ends with RobotFault.
         patience: seconds that a step may wait for its own plan, which otherwise counts from the next step at best.
-        real_time: run the loop before all ordinary threads, if the system permits it; see `real_time_priority`.
+        real_time: run the loop and the worker before all ordinary threads, if permitted; see `real_time_priority`.
         planner: where plans are made, given the function; a thread by default.
         clock: real time by default.
     """
@@ -112,7 +112,7 @@ class ActionChunkExecutor:
             self._from_standstill(planner)
             gc.collect()
             gc.freeze()  # a collection over torch's modules takes longer than a step
-            with real_time_priority(self._real_time) as self.report.real_time:
+            with real_time_priority(self._real_time, planner.thread_id) as self.report.real_time:
                 self._loop(planner, steps)
         except RobotFault as fault:
             self.report.fault = str(fault)

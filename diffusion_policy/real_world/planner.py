@@ -63,6 +63,11 @@ class ThreadPlanner:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
+    @property
+    def thread_id(self) -> int | None:
+        """Of the operating system."""
+        return self._thread.native_id
+
     def submit(self, step: int, history: dict[str, np.ndarray]) -> None:
         """Ask for a plan; only while not busy."""
         with self._changed:
@@ -111,6 +116,7 @@ class DelayedPlanner:
     """Plans that arrive exactly `delay` control steps after they were asked for, in simulated time."""
 
     alive = True
+    thread_id = None
 
     def __init__(self, plan: Plan, delay: int):
         self._plan, self.delay = plan, delay

@@ -1,4 +1,4 @@
-"""Real-time priority of the control loop."""
+"""Real-time priority of the control loop and its worker."""
 
 from __future__ import annotations
 
@@ -6,25 +6,31 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-LEVEL = 10  # of 1 to 99; any is above all ordinary threads
+LOOP, WORKER = 20, 10  # of 1 to 99; any is above all ordinary threads
 
 
 @contextlib.contextmanager
-def real_time_priority(wanted: bool) -> Iterator[bool]:
+def real_time_priority(wanted: bool, worker: int | None = None) -> Iterator[bool]:
     """Let this thread run before all ordinary ones, if the system permits it (Linux; root, or an rtprio limit).
 
-    Yields whether it does. Threads and processes that this one starts are ordinary.
+    The worker, given by its native id, comes next: the loop waits while the worker holds the interpreter, so another
+    program that takes the worker's core would delay the loop. Yields whether the threads have this priority. Threads
+    and processes that they start are ordinary.
     """
     if not wanted or not hasattr(os, "SCHED_FIFO"):
         yield False
         return
-    before = os.sched_getscheduler(0), os.sched_getparam(0)
+    levels = {0: LOOP} if worker is None else {0: LOOP, worker: WORKER}
+    before = {thread: (os.sched_getscheduler(thread), os.sched_getparam(thread)) for thread in levels}
     try:
-        os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(LEVEL))
+        for thread, level in levels.items():
+            os.sched_setscheduler(thread, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(level))
     except PermissionError:
         yield False
         return
     try:
         yield True
     finally:
-        os.sched_setscheduler(0, *before)
+        for thread, ordinary in before.items():
+            with contextlib.suppress(ProcessLookupError):  # a worker that died
+                os.sched_setscheduler(thread, *ordinary)

@@ -17,6 +17,7 @@ from diffusion_policy.real_world import (
     SimulatedClock,
     ThreadPlanner,
 )
+from diffusion_policy.real_world.priority import LOOP, WORKER, real_time_priority
 
 
 class Robot:
@@ -259,6 +260,16 @@ def test_the_loop_may_have_real_time_priority_and_gives_it_back():
     if before is not None:
         assert os.sched_getscheduler(0) == before
         assert (set(policies) == {os.SCHED_FIFO}) == report.real_time
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_FIFO"), reason="Linux has real-time threads")
+def test_the_worker_shares_the_priority():
+    planner = ThreadPlanner(lambda history: np.zeros((2, 1)))
+    with real_time_priority(True, planner.thread_id) as granted:
+        levels = [os.sched_getparam(thread).sched_priority for thread in (0, planner.thread_id)]
+        assert levels == ([LOOP, WORKER] if granted else [0, 0])
+        planner.close()  # a worker that has ended does not disturb
+    assert os.sched_getparam(0).sched_priority == 0
 
 
 def test_stop_ends_the_run():
