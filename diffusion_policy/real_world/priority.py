@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 from collections.abc import Iterator
 
 LOOP, WORKER = 20, 10  # of 1 to 99; any is above all ordinary threads
+LOCK_ALL = 1 | 2 | 4  # pages of now and later, each from its first use on
 
 
 @contextlib.contextmanager
@@ -14,8 +16,9 @@ def real_time_priority(wanted: bool, worker: int | None = None) -> Iterator[bool
     """Let this thread run before all ordinary ones, if the system permits it (Linux; root, or an rtprio limit).
 
     The worker, given by its native id, comes next: the loop waits while the worker holds the interpreter, so another
-    program that takes the worker's core would delay the loop. Yields whether the threads have this priority. Threads
-    and processes that they start are ordinary.
+    program that takes the worker's core would delay the loop. Pages stay in memory meanwhile, because one that has to be
+    read from a disk again delays it, too. Yields whether the threads have this priority. Threads and processes that
+    they start are ordinary.
     """
     if not wanted or not hasattr(os, "SCHED_FIFO"):
         yield False
@@ -28,9 +31,12 @@ def real_time_priority(wanted: bool, worker: int | None = None) -> Iterator[bool
     except PermissionError:
         yield False
         return
+    libc = ctypes.CDLL(None)
+    libc.mlockall(LOCK_ALL)  # fails without the permission to lock so much, which is no reason to stop
     try:
         yield True
     finally:
+        libc.munlockall()
         for thread, ordinary in before.items():
             with contextlib.suppress(ProcessLookupError):  # a worker that died
                 os.sched_setscheduler(thread, *ordinary)
