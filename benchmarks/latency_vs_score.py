@@ -2,6 +2,7 @@
 
     python -m benchmarks.study benchmarks/studies/latency_vs_score.yaml --jobs 1      trains the policies (an hour)
     python -m benchmarks.latency_vs_score                                             plays them (some ten minutes)
+    python -m benchmarks.latency_vs_score --only-latency                              on a quiet machine, if it was busy
 
 Every policy is played with every delay, from the same starts. Where each method stands on the curve is measured, too:
 its latency with MIP's transformer on this machine, in control steps of PushT's 10 Hz. Writes results.json, README.md
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -55,8 +57,11 @@ def measure(runs: pathlib.Path, delays: list[int], episodes: int, steps: int, pr
                     row = {"method": method, "mode": mode, "delay": delay, "score": float(scores.mean())}
                     rows.append(row | {"interval_95": mean_interval(scores)})
                     bar.update()
-    own = {method: own_delay(method, preset) for method in found}
-    return {"rows": rows, "own_delay": own, "episodes": episodes, "steps": steps}
+    return {"rows": rows, "own_delay": own_delays(found, preset), "episodes": episodes, "steps": steps}
+
+
+def own_delays(methods: Iterable[str], preset: str) -> dict[str, float]:
+    return {method: own_delay(method, preset) for method in methods}
 
 
 def curve(data: dict[str, Any], method: str, mode: str) -> tuple[list[int], list[float]]:
@@ -136,15 +141,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=300, help="of an episode")
     parser.add_argument("--preset", default="paper", help="size of the networks whose latency is measured")
     parser.add_argument("--output", type=pathlib.Path, default=ROOT / "results/latency_vs_score")
+    parser.add_argument("--only-latency", action="store_true", help="measure the delays again and keep the scores")
     options = parser.parse_args(arguments)
-    if not any((options.runs / method).is_dir() for method in METHODS):
-        parser.error(f"{options.runs} has no trained policies: run the study first")
     torch.set_num_threads(1)
-    data = measure(options.runs, sorted(options.delays), options.episodes, options.steps, options.preset)
+    if options.only_latency:
+        data = json.loads((options.output / "results.json").read_text())
+        data |= {**machine(), "own_delay": own_delays(data["own_delay"], options.preset)}
+    elif not any((options.runs / method).is_dir() for method in METHODS):
+        parser.error(f"{options.runs} has no trained policies: run the study first")
+    else:
+        data = measure(options.runs, sorted(options.delays), options.episodes, options.steps, options.preset)
+        data = {**machine(), **data}
     options.output.mkdir(parents=True, exist_ok=True)
-    atomic.write_text(options.output / "results.json", json.dumps({**machine(), **data}, indent=2) + "\n")
+    atomic.write_text(options.output / "results.json", json.dumps(data, indent=2) + "\n")
     plot(data, options.output / "latency_vs_score.png")
-    text = README.format(table=table(data), episodes=options.episodes, steps=options.steps)
+    text = README.format(table=table(data), episodes=data["episodes"], steps=data["steps"])
     atomic.write_text(options.output / "README.md", text)
     print(table(data))
 

@@ -52,3 +52,6 @@ def test_the_study_writes_its_table_and_figure(tmp_path):
     assert len(data["rows"]) == 4 and set(data["own_delay"]) == {"mip"}
     assert "| MIP | with the runtime |" in (tmp_path / "out/README.md").read_text()
     assert (tmp_path / "out/latency_vs_score.png").stat().st_size > 1000
+    latency_vs_score.main(["--only-latency", "--preset", "debug", "--output", str(tmp_path / "out")])
+    again = json.loads((tmp_path / "out/results.json").read_text())
+    assert again["rows"] == data["rows"] and again["own_delay"] != data["own_delay"]
