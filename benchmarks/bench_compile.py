@@ -3,6 +3,8 @@
 import torch
 
 from benchmarks.common import TrainingStep, interleaved, ratio, row
+from idp_workspace.policy.idp import potential
+from idp_workspace.proposals import probe
 
 
 def compiled(backbone: str, batch: int, rounds: int) -> dict:
@@ -24,13 +26,12 @@ def one_call(backbone: str, batch: int, rounds: int) -> dict:
     steps = {name: TrainingStep(f"train_mip_{backbone}_lowdim", batch=batch) for name in ("two", "one")}
     policy = steps["one"].policy
 
-    def together(cond, a, n):
-        t = policy.options.t_star
-        return policy.generator.together(
-            (cond, policy.zeros(len(a)), 0.0), (cond, a + (1 - t) * torch.randn_like(a), t)
-        )
+    def energies(cond, a, m):
+        t, power = policy.options.t_star, policy.options.energy_power
+        y, z = policy.generator.together((cond, policy.zeros(len(a)), 0.0), (cond, probe(a, t), t))
+        return potential((y - a) / t, m, power), potential((z - a) / (1 - t), m, power)
 
-    policy.propose_and_probe = together
+    policy.energies = energies
     times = interleaved(f"one call, {backbone}", steps, rounds)
     return row(
         f"proposal and probe in one call / in two, {backbone}, batch {batch}",

@@ -1,4 +1,4 @@
-"""Beyond the paper: proposals that start from noise, to cover several modes of the experts in one network call."""
+"""Beyond the paper: proposals from noise, to cover several modes of the experts, and a probe on part of the batch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from idp_workspace import drifting, ranks
 from idp_workspace.options import AtLeast, Options, numbers, unknown_argument
-from idp_workspace.paths import raised
 
 if TYPE_CHECKING:
+    from idp_workspace.policy.idp import IDPPolicy
     from idp_workspace.policy.idp_options import IDPOptions
 
 #: Share of the weight that relaxed winner-takes-all gives to the samples that did not win, so that each has a gradient.
@@ -87,11 +87,37 @@ def inputs(cond: Tensor, zeros: Tensor, p: Proposal) -> tuple[Tensor, Tensor]:
     return cond, start(zeros, p)
 
 
+def energies(policy: IDPPolicy, cond: Tensor, a: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what replaces `IDPPolicy.energies` beyond the paper: each (B, H), or their means if part has a probe."""
+    from idp_workspace.policy.idp import potential
+
+    o, t, f = policy.options, policy.options.t_star, policy.generator
+    n = max(1, round(o.probe_fraction * len(a))) if o.final_lambda() else 0  # batches are shuffled: any n will do
+    proposal = *inputs(cond, policy.zeros(len(a)), o.proposal), 0.0
+    if 0 < n < len(a):  # one network call is faster than two then
+        y, z = f.together(proposal, (cond[:n], probe(a[:n], t), t))
+    else:
+        y = f(*proposal)
+        z = f(cond, probe(a, t), t) if n else a[:0]
+    e_y = energy(y, a, m, o, policy.training)
+    e_z = potential((z - a[:n]) / (1 - t), m[:n] * o.geometry_on_probe if m.ndim else m, o.energy_power)
+    if n == len(a):
+        return e_y, e_z
+    return e_y.mean(), e_z.mean() if n else e_y.new_zeros(())
+
+
+def probe(a: Tensor, t: float) -> Tensor:
+    """Return a* + (1 - t*) eps."""
+    return a + (1 - t) * torch.randn_like(a)
+
+
 def energy(y: Tensor, a: Tensor, m: Tensor, o: IDPOptions, training: bool = False) -> Tensor:
     """Return what replaces 2 E(y) / t*^2 for proposals y (B G, H, D): (B, H), or a scalar for `drift`."""
     from idp_workspace.policy.idp import potential
 
     p, samples = o.proposal, o.proposal.samples
+    if p.is_paper:
+        return potential((y - a) / o.t_star, m, o.energy_power)
     if p.assign == "drift":  # one field per chunk step, as in Naive Drifting
         generated = rearrange(y, "(b g) h d -> h b g d", g=samples)
         average = ranks.mean if training else drifting.alone
@@ -99,7 +125,7 @@ def energy(y: Tensor, a: Tensor, m: Tensor, o: IDPOptions, training: bool = Fals
         return drifting.drifting_loss(generated, positives, average=average, temperatures=p.temperatures)
     targets = repeat(a, "b h d -> (b g) h d", g=samples)
     weights = m.repeat_interleave(samples, dim=0) if m.ndim else m
-    e = raised(potential((y - targets) / o.t_star, weights), o.energy_power)
+    e = potential((y - targets) / o.t_star, weights, o.energy_power)
     e = rearrange(e, "(b g) h -> b g h", g=samples)
     return (assignment(e.mean(-1), p.assign).unsqueeze(-1) * e).sum(dim=1)
 

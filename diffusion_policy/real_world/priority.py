@@ -16,8 +16,8 @@ def real_time_priority(wanted: bool, worker: int | None = None) -> Iterator[bool
     """Let this thread run before all ordinary ones, if the system permits it (Linux; root, or an rtprio limit).
 
     The worker, given by its native id, comes next: the loop waits while the worker holds the interpreter, so another
-    program that takes the worker's core would delay the loop. Pages stay in memory meanwhile, because one that has to be
-    read from a disk again delays it, too. Yields whether the threads have this priority. Threads and processes that
+    program that takes the worker's core would delay the loop. Pages stay in memory meanwhile, because one that has to
+    be read from a disk again delays it, too. Yields whether the threads have this priority. Threads and processes that
     they start are ordinary.
     """
     if not wanted or not hasattr(os, "SCHED_FIFO"):

@@ -8,24 +8,25 @@ import torch
 from torch import Tensor
 
 from diffusion_policy.model.common.normalizer import LinearNormalizer
-from idp_workspace import proposals, ranks
+from idp_workspace import ranks
 from idp_workspace.geometry import Samples, compute_excess
 from idp_workspace.geometry_variants import ReferenceVariance, statistics
 from idp_workspace.memory_bank import Remembering
 from idp_workspace.paths import raised
 from idp_workspace.policy.base import GeneratorPolicy
 from idp_workspace.policy.idp_options import IDPOptions, paper_lambda
+from idp_workspace.proposals import energies, start
 from idp_workspace.upstream_arguments import UpstreamArguments
 
 
-def potential(r: Tensor, m: Tensor) -> Tensor:
+def potential(r: Tensor, m: Tensor, power: float = 1.0) -> Tensor:
     """2 E = |r|^2 + r^T M r, Eq. (5), at each chunk step: (B, H) from residuals r = x - a* (B, H, D).
 
-    m is the diagonal of M (B, H, D), or 0, or M itself (B, H, D, D).
+    m is the diagonal of M (B, H, D), or 0, or M itself (B, H, D, D). Beyond the paper: the potential to a power.
     """
     if m.ndim == 4:
-        return r.square().sum(-1) + torch.einsum("bhd,bhde,bhe->bh", r, m, r)
-    return ((1 + m) * r.square()).sum(-1)
+        return raised(r.square().sum(-1) + torch.einsum("bhd,bhde,bhe->bh", r, m, r), power)
+    return raised(((1 + m) * r.square()).sum(-1), power)
 
 
 class IDPPolicy(ReferenceVariance, Remembering, GeneratorPolicy):
@@ -52,31 +53,22 @@ class IDPPolicy(ReferenceVariance, Remembering, GeneratorPolicy):
 
     # ------------------------------------------------------------------ training
     def loss(self, cond: Tensor, actions: Tensor) -> Tensor:
-        """Return E(y) + lambda_prox E(z), Eq. (6), both energies to the power `energy_power`."""
-        o, a, t, p = self.options, actions, self.options.t_star, self.options.energy_power
-        m = self.excess(cond, a)
-        weight = self.current_lambda() / paper_lambda(t) ** p  # residuals over 1 - t* have the paper's weight already
-        n = max(1, round(o.probe_fraction * len(a))) if weight else 0  # batches are shuffled: any n will do
-        y, z = self.propose_and_probe(cond, a, n)
-        e_y = (
-            raised(potential((y - a) / t, m), p) if o.proposal.is_paper else proposals.energy(y, a, m, o, self.training)
-        )
-        e_z = raised(potential((z - a[:n]) / (1 - t), m[:n] * o.geometry_on_probe if m.ndim else m), p)
-        self._terms = {"loss/proposal": e_y.detach()} | ({"loss/probe": e_z.detach()} if n else {})
-        if n == len(a):
-            return o.loss_scale * (e_y + weight * e_z).mean()
-        return o.loss_scale * (e_y.mean() + (weight * e_z.mean() if n else 0))
+        """Return E(y) + lambda_prox E(z), Eq. (6)."""
+        m = self.excess(cond, actions)
+        e_y, e_z = self.energies(cond, actions, m) if self.options.is_paper_loss else energies(self, cond, actions, m)
+        self._terms = {"loss/proposal": e_y.detach()} | ({"loss/probe": e_z.detach()} if self.lambda_prox else {})
+        return self.options.loss_scale * (e_y + self.probe_weight() * e_z).mean()
 
-    def propose_and_probe(self, cond: Tensor, a: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """Return y = f(o, 0, 0), and z = f(o, a* + (1 - t*) eps, t*) for the first n samples."""
-        t, f = self.options.t_star, self.generator
-        o, start = proposals.inputs(cond, self.zeros(len(a)), self.options.proposal)
-        if 0 < n < len(a):  # one network call is faster than two then
-            y, z = f.together((o, start, 0.0), (cond[:n], a[:n] + (1 - t) * torch.randn_like(a[:n]), t))
-            return y, z
-        y = f(o, start, 0.0)
-        z = f(cond, a + (1 - t) * torch.randn_like(a), t) if n else a[:0]
-        return y, z
+    def energies(self, cond: Tensor, a: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+        """Return 2 E(y) / t*^2 and 2 E(z) / (1 - t*)^2 at each chunk step, (B, H)."""
+        t, f, power = self.options.t_star, self.generator, self.options.energy_power
+        y = f(cond, self.zeros(len(a)), 0.0)
+        z = f(cond, a + (1 - t) * torch.randn_like(a), t)
+        return potential((y - a) / t, m, power), potential((z - a) / (1 - t), m, power)
+
+    def probe_weight(self) -> float:
+        """Return the weight of E(z) now, without (t* / (1 - t*))^2, which its residuals over 1 - t* have already."""
+        return self.current_lambda() / paper_lambda(self.options.t_star) ** self.options.energy_power
 
     def excess(self, cond: Tensor, actions: Tensor) -> Tensor:
         """Return m for a batch; a scalar 0 without geometry."""
@@ -112,7 +104,7 @@ class IDPPolicy(ReferenceVariance, Remembering, GeneratorPolicy):
 
     # ------------------------------------------------------------------ acting
     def sample(self, cond: Tensor, batch: int) -> Tensor:
-        y = self.generator(cond, proposals.start(self.zeros(batch), self.options.proposal), 0.0)
+        y = self.generator(cond, start(self.zeros(batch), self.options.proposal), 0.0)
         return y if self.nfe == 1 else self.generator(cond, y, self.options.t_star)
 
     def check_nfe(self, nfe: int) -> None:

@@ -59,6 +59,12 @@ class IDPOptions(Geometry):
         if not self.ramp_from < self.ramp_until <= 1:
             raise ValueError(f"a ramp needs ramp_from={self.ramp_from} < ramp_until={self.ramp_until} <= 1")
 
+    @property
+    def is_paper_loss(self) -> bool:
+        """Whether each sample has one proposal, from zero, and one probe, with the same m."""
+        every = self.probe_fraction == 1 and self.final_lambda() > 0
+        return self.proposal.is_paper and every and self.geometry_on_probe
+
     def final_lambda(self) -> float:
         """Return lambda_prox, with null replaced by the paper's value."""
         return paper_lambda(self.t_star) if self.lambda_prox is None else float(self.lambda_prox)
