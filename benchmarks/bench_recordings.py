@@ -18,6 +18,7 @@ from diffusion_policy.common.config_util import config_dir, register_configs, re
 from diffusion_policy.dataset.recorded_config import describe
 from diffusion_policy.dataset.recorded_frames import camera_frames
 from diffusion_policy.dataset.recordings import open_recordings
+from diffusion_policy.workspace.optimizer import make_optimizer
 
 FPS, HEIGHT, WIDTH = 30, 480, 640
 SIZE = (96, 128)  # of the cached frames
@@ -88,7 +89,7 @@ def _fetching(folder: pathlib.Path, rounds: int) -> dict:
     OmegaConf.resolve(cfg)
     dataset = hydra.utils.instantiate(cfg.task.dataset)
     policy = make_policy(cfg.policy, dataset.get_normalizer()).train()
-    optimizer = hydra.utils.instantiate(cfg.optimizer, params=policy.parameters(), _convert_="all")
+    optimizer = make_optimizer(cfg, policy)
     batches = BatchStream(dataset, cfg.dataloader.batch_size, drop_last=True).batches()
     held = {}
 

@@ -85,7 +85,7 @@ def metrics(episodes: list[Episode], spread: np.ndarray, fps: float | None = Non
 
     Per dimension: `rmse` and `mae` (data units), `variance_explained` (1 - MSE / variance of the recorded actions; 1 is
     perfect, 0 equals the mean action), `step_size` (mean change per step), `jerk` (mean absolute third difference, per
-    second cubed if the rate is known). `hold` has the errors of repeating the last action before a chunk,
+    second cubed if the rate is known). `seams` has the step size between chunks, `inside` that within one. `hold` has the errors of repeating the last action before a chunk,
     `by_chunk_step` those of each executed step of a chunk.
 
     Args:
@@ -109,6 +109,8 @@ def metrics(episodes: list[Episode], spread: np.ndarray, fps: float | None = Non
             for key in ("rmse", "variance_explained")
         },
         "step_size": _differences(episodes, 1, 1.0),
+        "seams": _differences(episodes, 1, 1.0, seams=True),
+        "inside": _differences(episodes, 1, 1.0, seams=False),
         "jerk": _differences(episodes, 3, rate),
         "jerk_per": "step" if fps is None else "second",
         "moves": moves.tolist(),
@@ -122,7 +124,7 @@ def summary(found: dict[str, Any]) -> dict[str, float]:
     """The mean numbers, as the log of a training has them under val/."""
     ratios = {
         key: np.array(found[key]["policy"])[found["moves"]] / np.maximum(1e-12, found[key]["expert"])[found["moves"]]
-        for key in ("step_size", "jerk")
+        for key in ("step_size", "seams", "inside", "jerk")
         if found[key]["expert"]
     }
     out = {
@@ -166,11 +168,18 @@ def _errors(
     }
 
 
-def _differences(episodes: list[Episode], order: int, factor: float) -> dict[str, list[float]]:
-    """Mean absolute difference of an order, per dimension, within episodes; [] if all are too short."""
+def _differences(
+    episodes: list[Episode], order: int, factor: float, seams: bool | None = None
+) -> dict[str, list[float]]:
+    """Mean absolute difference of an order, per dimension, within episodes; [] if all are too short.
+
+    With `seams`, of those steps alone that start a chunk (True) or do not (False).
+    """
     out = {}
+    used = [slice(None) if seams is None else (episode.chunk_step[order:] == 0) == seams for episode in episodes]
     for who, name in (("policy", "predicted"), ("expert", "recorded")):
-        values = np.concatenate([np.diff(getattr(episode, name), order, axis=0) for episode in episodes])
+        parts = [np.diff(getattr(episode, name), order, axis=0) for episode in episodes]
+        values = np.concatenate([part[at] for part, at in zip(parts, used, strict=True)])
         out[who] = (factor * np.abs(values).mean(axis=0)).tolist() if len(values) else []
     return out
 

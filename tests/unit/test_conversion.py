@@ -65,9 +65,9 @@ def test_from_v2_to_zarr_to_v3_and_back(lerobot, tmp_path, monkeypatch, split):
         assert np.abs(frames[2].astype(int) - frames[1]).mean() < 6
 
 
-def test_the_g1_recording(tmp_path):
-    path = "/work/shared/data/g1_pick_bottle"
-    if not os.path.isdir(path):
+def test_the_g1_recording(repo_root, tmp_path):
+    path = repo_root / "data/g1_pick_bottle"
+    if not path.is_dir():
         pytest.skip("the recording of a Unitree G1 is not here")
     original = open_recordings(path)
     original.keep([14, 10])

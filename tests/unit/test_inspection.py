@@ -1,6 +1,5 @@
 """What inspect_data finds in recordings, and what it prints and writes."""
 
-import os
 import re
 import shlex
 
@@ -11,7 +10,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from benchmarks import recordings as make
 from diffusion_policy.dataset.inspection import find, measure
 from diffusion_policy.dataset.inspection.page import page
-from diffusion_policy.dataset.inspection.text import printable, report, training_commands
+from diffusion_policy.dataset.inspection.text import GUESSED, printable, report, training_commands
+from diffusion_policy.dataset.inspection.units import unit
 from diffusion_policy.dataset.recordings import open_recordings
 from diffusion_policy.scripts import inspect_data
 
@@ -90,6 +90,11 @@ def deltas(episodes):
         values["action"] = 3 * np.diff(values["state"], axis=0, append=values["state"][-1:])
 
 
+def quaternion(episodes):
+    for values in episodes:
+        values["action"] /= np.linalg.norm(values["action"], axis=1, keepdims=True)
+
+
 def commands(episodes):
     rng = np.random.default_rng(0)
     for values in episodes:
@@ -114,6 +119,7 @@ CASES = {
     "short": (lambda episodes: episodes.append(motion(8)), "1 episodes have fewer than 16", "warning"),
     "same": (lambda episodes: [v.update(action=v["state"]) for v in episodes], "action = state at the same", "warning"),
     "delta": (deltas, "action = change of state", "note"),
+    "quaternion": (quaternion, r"unit quaternions: action\[0:4\]$", "note"),
     "neither": (commands, "neither state nor its change", "note"),
 }
 
@@ -131,6 +137,44 @@ def test_clean_data_have_one_note(tmp_path):
     assert findings(tmp_path / "a", changed(lambda episodes: None)) == {
         "action = state 1 steps later (explains 100.0%)": "note"
     }
+
+
+@pytest.mark.parametrize(
+    "name, low, high, expected",
+    [
+        ("elbow_deg", -1, 1, "deg"),
+        ("x [mm]", -1, 1, "mm"),
+        ("kLeftElbow", 0.9, 1.3, "rad?"),
+        ("shoulder_pan.pos", -80, 95, "deg?"),
+        ("observation.qpos", -3, 3, "rad?"),
+        ("elbow_vel", -1, 1, ""),
+        ("kRightHandThumbRotation", 0, 1, "0..1?"),
+        ("gripper.pos", 0, 99, "%?"),
+        ("ee.x", -0.2, 0.6, "m?"),
+        ("y", 120, 480, "mm?"),
+        ("foo", 0, 1, ""),
+        ("yaw", 0, 5000, ""),  # counts of an encoder
+    ],
+)
+def test_units_are_read_or_guessed(name, low, high, expected):
+    assert unit(name, low, high) == expected
+
+
+def test_units_are_shown(tmp_path):
+    folder = tmp_path / "pose"
+    folder.mkdir()
+    turned = np.random.default_rng(0).normal(size=(40, 4))
+    turned /= np.linalg.norm(turned, axis=1, keepdims=True)
+    steps = np.concatenate([motion(40)["state"][:, :3], turned, motion(40)["state"][:, 3:]], axis=1)
+    np.savez(folder / "a.npz", state=steps, qpos=steps[:, :2], action=steps[:, :3])
+    facts = measure(open_recordings(folder), quiet=True)
+    text, html = report(facts, find(facts)), page(facts, find(facts), [])
+    assert facts.vectors["state"].quaternions == [3] and text.count(" quat ") == 4 and text.count(" rad? ") == 2
+    assert GUESSED in text and html.count(GUESSED) == 1 and html.count(">quat<") == 4
+    assert "'task.rotations={state: [{start: 3, from: quaternion}]}'" in text.replace("\n    ", " ")
+    (folder / "a.npz").unlink()
+    np.savez(folder / "a.npz", state=steps[:, :2], action=steps[:, :3])
+    assert GUESSED not in report(measure(open_recordings(folder), quiet=True), [])
 
 
 def test_missing_images_and_wrong_videos(tmp_path):
@@ -211,9 +255,9 @@ def test_the_command_for_images(tmp_path):
     assert len(training_commands(facts)) == 1
 
 
-def test_the_g1_recording(tmp_path, capsys):
-    path = "/work/shared/data/g1_pick_bottle"
-    if not os.path.isdir(path):
+def test_the_g1_recording(repo_root):
+    path = repo_root / "data/g1_pick_bottle"
+    if not path.is_dir():
         pytest.skip("the recording of a Unitree G1 is not here")
     facts = measure(open_recordings(path), quiet=True)
     titles = "\n".join(finding.title for finding in find(facts))

@@ -63,6 +63,9 @@ def test_numbers_equal_those_computed_by_hand():
     assert found["by_chunk_step"]["variance_explained"][2][0] == pytest.approx(1 - 4 / 34.8)
     assert found["step_size"]["expert"] == pytest.approx([4, 0])
     assert found["step_size"]["policy"] == pytest.approx([(2 + 4 + 3 + 8) / 4, 0])
+    assert found["seams"]["policy"] == pytest.approx([3, 0]) and found["seams"]["expert"] == pytest.approx([5, 0])
+    assert found["inside"]["policy"] == pytest.approx([(2 + 4 + 8) / 3, 0])
+    assert found["inside"]["expert"] == pytest.approx([(1 + 3 + 7) / 3, 0])
     assert found["jerk"]["expert"] == pytest.approx([0, 0])
     assert found["jerk"]["policy"] == pytest.approx([8 * np.abs(np.diff([0, 2, 6, 9, 17], 3)).mean(), 0])
     # Held: 0 through the first chunk, then the action before the second, 4.
@@ -72,6 +75,7 @@ def test_numbers_equal_those_computed_by_hand():
     assert mean["open_loop_rmse"] == pytest.approx(np.sqrt(0.6))
     assert mean["variance_explained"] == pytest.approx(1 - 1.2 / 34.8)
     assert mean["step_size_ratio"] == pytest.approx(17 / 16)
+    assert mean["seams_ratio"] == pytest.approx(3 / 5) and mean["inside_ratio"] == pytest.approx(14 / 11)
 
 
 def test_actions_after_the_observed_step(held_out):

@@ -117,9 +117,9 @@ def test_npz(tmp_path):
     np.testing.assert_array_equal(found.episode(1)["action"], make.episode(6, 1)["action"])
 
 
-def test_the_g1_recording():
-    path = "/work/shared/data/g1_pick_bottle"
-    if not os.path.isdir(path):
+def test_the_g1_recording(repo_root):
+    path = repo_root / "data/g1_pick_bottle"
+    if not path.is_dir():
         pytest.skip("the recording of a Unitree G1 is not here")
     found = open_recordings(path)
     camera = "observation.images.cam_high"

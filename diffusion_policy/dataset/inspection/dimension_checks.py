@@ -9,6 +9,7 @@ import numpy as np
 from diffusion_policy.dataset.inspection.finding import NOTE, WARNING, Finding, listed
 from diffusion_policy.dataset.inspection.measure import Facts
 from diffusion_policy.dataset.inspection.vectors import Vector
+from diffusion_policy.dataset.recorded_keys import PREFIX
 
 SATURATED_LIMIT = 0.05
 
@@ -59,6 +60,21 @@ def binary(facts: Facts) -> Iterator[Finding]:
             f"dimensions with two values, as a gripper: {listed(labels)}",
             "A policy predicts numbers in between; use a threshold when you act.",
         )
+
+
+def quaternions(facts: Facts) -> Iterator[Finding]:
+    """Four dimensions that are a rotation."""
+    for vector in _used(facts):
+        if vector.quaternions:
+            key = "action" if vector.key == facts.recordings.action_key else PREFIX.sub("", vector.key)
+            places = listed([f"{vector.key}[{start}:{start + 4}]" for start in vector.quaternions])
+            rotations = [f"{{start: {start}, from: quaternion}}" for start in vector.quaternions]
+            yield Finding(
+                NOTE,
+                f"unit quaternions: {places}",
+                f"A quaternion and its negative are one rotation, which spoils averages. Learn rotation_6d: "
+                f"'task.rotations={{{key}: [{', '.join(rotations)}]}}', or quaternion_wxyz if w comes first.",
+            )
 
 
 def relation(facts: Facts) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from diffusion_policy.dataset.inspection.dimension_checks import binary, constant, relation, saturated
+from diffusion_policy.dataset.inspection.dimension_checks import binary, constant, quaternions, relation, saturated
 from diffusion_policy.dataset.inspection.finding import NOTE, PROBLEM, WARNING, Finding, listed
 from diffusion_policy.dataset.inspection.measure import Facts
 
@@ -16,7 +16,7 @@ IDLE_LIMIT, SHORT = 0.1, 16
 def find(facts: Facts) -> list[Finding]:
     """All findings, the most serious first."""
     checks = (_left_out, _not_finite, _cameras, _frame_counts, _times, _same, _short, _idle, _jumps)
-    more = (constant, saturated, binary, relation)
+    more = (constant, saturated, binary, quaternions, relation)
     found = [finding for check in (*checks, *more) for finding in check(facts)]
     return sorted(found, key=lambda finding: (PROBLEM, WARNING, NOTE).index(finding.level))
 

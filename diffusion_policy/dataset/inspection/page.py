@@ -12,17 +12,19 @@ from diffusion_policy.dataset.inspection import drawing
 from diffusion_policy.dataset.inspection.finding import Finding
 from diffusion_policy.dataset.inspection.findings import IDLE_LIMIT
 from diffusion_policy.dataset.inspection.measure import Facts
-from diffusion_policy.dataset.inspection.text import feature_title, overview
+from diffusion_policy.dataset.inspection.text import GUESSED, feature_title, overview
+from diffusion_policy.dataset.inspection.units import units
 from diffusion_policy.dataset.inspection.vectors import BINS, Vector
 
 STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; max-width: 1000px; margin: 2em auto; padding: 0 1em; color: #222 }
+body { font: 14px/1.45 system-ui, sans-serif; max-width: 1020px; margin: 2em auto; padding: 0 1em; color: #222 }
 h1 { font-size: 1.5em; margin-bottom: .2em } h2 { font-size: 1.15em; margin: 1.8em 0 .5em }
 code, pre { font: 12px/1.5 ui-monospace, monospace; background: #f4f4f4; padding: .1em .3em; overflow-x: auto }
-pre { padding: .7em } table { border-collapse: collapse } td, th { padding: .15em .7em .15em 0; text-align: left }
+pre { padding: .7em; white-space: pre-wrap }
+table { border-collapse: collapse } td, th { padding: .15em .7em .15em 0; text-align: left }
 th { font-weight: 600; color: #666; font-size: .9em; white-space: nowrap }
 td.n { text-align: right; font-variant-numeric: tabular-nums }
-tr.row td { border-top: 1px solid #eee } svg { display: block; background: #fafafa }
+th.wide { white-space: normal } tr.row td { border-top: 1px solid #eee } svg { display: block; background: #fafafa }
 .finding { border-left: 4px solid; padding: .3em .8em; margin: .5em 0 } .finding p { margin: 0; color: #555 }
 .problem { border-color: #c33; background: #fdf3f3 } .warning { border-color: #e08214; background: #fef8f0 }
 .note { border-color: #2a78b5; background: #f3f8fc } .mark { color: #a60; font-size: .85em; white-space: nowrap }
@@ -61,7 +63,7 @@ def _episodes(facts: Facts) -> str:
 
 
 def _feature(facts: Facts, vector: Vector) -> str:
-    head = "<tr><th></th><th></th><th>min</th><th>mean</th><th>max</th><th>std</th>"
+    head = "<tr><th></th><th></th><th>min</th><th>mean</th><th>max</th><th>unit</th><th>std</th>"
     if not vector.detailed:
         values = f"{vector.low[0]:.4g} to {vector.high[0]:.4g}"
         return f"<h2>{escape(feature_title(vector))}</h2><p>{values}</p>"
@@ -69,18 +71,22 @@ def _feature(facts: Facts, vector: Vector) -> str:
     colours = ", ".join(
         f'<span style="color:{colour}">{escape(name)}</span>' for colour, name in zip(drawing.COLOURS, names)
     )
-    rows = "".join(_dimension(facts, vector, number) for number in range(vector.size))
-    head += f"<th>values</th><th>over time: {colours}</th><th></th></tr>"
-    return f"<h2>{escape(feature_title(vector))}</h2><table>{head}{rows}</table>"
+    unit = units(vector)
+    rows = "".join(_dimension(facts, vector, number, unit[number]) for number in range(vector.size))
+    note = f'<p class="small">{GUESSED}</p>' if any(each.endswith("?") for each in unit) else ""
+    head += f"<th>values</th><th class=wide>over time: {colours}</th><th></th></tr>"
+    return f"<h2>{escape(feature_title(vector))}</h2><table>{head}{rows}</table>{note}"
 
 
-def _dimension(facts: Facts, vector: Vector, number: int) -> str:
-    values = (vector.low, vector.mean, vector.high, vector.std)
-    numbers = "".join(f'<td class="n">{value[number]:.4g}</td>' for value in values)
+def _dimension(facts: Facts, vector: Vector, number: int, unit: str) -> str:
+    low, mean, high, std = (
+        f'<td class="n">{value[number]:.4g}</td>' for value in (vector.low, vector.mean, vector.high, vector.std)
+    )
     series = [values[vector.key][:, number] for values in facts.drawn.values()]
     label = escape(vector.labels[number]) if vector.feature.names else ""
     return (
-        f'<tr class="row"><td class="small">{number}</td><td>{label}</td>{numbers}'
+        f'<tr class="row"><td class="small">{number}</td><td>{label}</td>{low}{mean}{high}'
+        f'<td class="small">{unit}</td>{std}'
         f"<td>{drawing.bars(vector.histogram[number])}</td>"
         f"<td>{drawing.lines(series, vector.low[number], vector.high[number])}</td>"
         f'<td class="mark">{escape(_marks(vector, number))}</td></tr>'

@@ -12,10 +12,12 @@ import numpy as np
 from diffusion_policy.common.command_line import override, shell_command
 from diffusion_policy.dataset.inspection.finding import Finding
 from diffusion_policy.dataset.inspection.measure import Facts
+from diffusion_policy.dataset.inspection.units import units
 from diffusion_policy.dataset.inspection.vectors import Vector
 
 MARKS = {"problem": "[X]", "warning": "[!]", "note": "[i]"}
 WIDTH = 110
+GUESSED = "Units with a question mark are guessed from names and ranges."
 
 
 def overview(facts: Facts) -> list[tuple[str, str]]:
@@ -44,13 +46,19 @@ def feature_title(vector: Vector) -> str:
 def report(facts: Facts, findings: Sequence[Finding]) -> str:
     """Everything but the figures."""
     lines = [str(facts.recordings.path), *(f"  {name:10} {value}" for name, value in overview(facts))]
+    guessed = False
     for vector in facts.vectors.values():
         lines += ["", f"  {feature_title(vector)}"]
-        width = max(map(len, vector.labels))
+        width, unit = max(map(len, vector.labels)), units(vector)
+        wide = max(map(len, unit))
+        guessed |= any(each.endswith("?") for each in unit)
         for number, label in enumerate(vector.labels if vector.detailed else ["all"]):
             values = (vector.low, vector.mean, vector.high, vector.std)
             low, mean, high, std = (f"{value[number]:.4g}" for value in values)
-            lines.append(f"    {label:{width}}  {low:>10} .. {high:<10} mean {mean:>10}  std {std:>9}")
+            lines.append(
+                f"    {label:{width}}  {low:>10} .. {high:<10} {unit[number]:{wide}} mean {mean:>10}  std {std:>9}"
+            )
+    lines += ["", GUESSED] if guessed else []
     lines += ["", "Findings" if findings else "No findings."]
     for finding in findings:
         lines.append(f"{MARKS[finding.level]} {finding.title}")

@@ -10,6 +10,7 @@ MAX_DIMENSIONS = 128  # features with more, such as point clouds, are treated as
 SAMPLE_ROWS = 20_000
 BINS = 30
 AT_END = 0.02  # of the range
+UNIT_NORM = 1e-3  # how far the norm of a quaternion is from 1
 
 
 class Vector:
@@ -17,7 +18,8 @@ class Vector:
 
     Per dimension: low, high, mean, std; inner: the range without the outermost percent on each side; at_low, at_high:
     the share of steps at exactly the lowest and highest value; near_ends: within 2 % of either; noise: 0 for a smooth
-    signal, 1 for one whose steps are independent; step: mean change per step; histogram: counts (D, BINS).
+    signal, 1 for one whose steps are independent; step: mean change per step; histogram: counts (D, BINS);
+    quaternions: first dimensions of four that are a unit quaternion.
     """
 
     def __init__(self, key: str, feature: Feature, steps: int):
@@ -31,6 +33,7 @@ class Vector:
         self.count = self.changes = 0
         self.not_finite: list[tuple[int, int]] = []  # (episode, first step)
         self.rows: list[np.ndarray] = []
+        self.off_norm = np.zeros(max(0, self.size - 3))  # of four dimensions in a row
 
     def add(self, episode: int, values: np.ndarray) -> np.ndarray:
         """Take the numbers of an episode, and return them as (T, D) float64, without those that are not finite."""
@@ -46,6 +49,8 @@ class Vector:
         steps = np.diff(flat, axis=0)
         self.low, self.high = np.minimum(self.low, flat.min(axis=0)), np.maximum(self.high, flat.max(axis=0))
         self.sums += [flat.sum(axis=0), (flat**2).sum(axis=0), np.abs(steps).sum(axis=0), (steps**2).sum(axis=0)]
+        norms = np.sqrt(sum(flat[:, i : self.size - 3 + i] ** 2 for i in range(4))) if self.size > 3 else flat[:, :0]
+        self.off_norm = np.maximum(self.off_norm, np.abs(norms - 1).max(axis=0))
         self.count += len(flat)
         self.changes += len(steps)
         self.rows.append(flat[:: self.stride].copy())  # a view would keep the whole episode
@@ -75,7 +80,16 @@ class Vector:
         self.binary = (
             ~self.constant & self.detailed & (self.near_ends > 0.95) & (np.minimum(near_low, near_high) > 0.02)
         )
+        self.quaternions = self._quaternions()
         self.histogram = np.stack([np.histogram(column, BINS, (0, 1))[0] for column in place.T])
+
+    def _quaternions(self) -> list[int]:
+        found: list[int] = []
+        for start in np.flatnonzero(self.off_norm < UNIT_NORM).tolist() if self.count else []:
+            turns = (~self.constant[start : start + 4]).sum() > 1
+            if turns and (not found or start >= found[-1] + 4):
+                found.append(start)
+        return found
 
     def label(self, dimension: int) -> str:
         """'action[3] elbow'."""
