@@ -37,18 +37,18 @@ def table(rows: list[dict[str, Any]], reference: str | None = None) -> str:
     groups = dict(sorted(methods(rows).items(), key=lambda item: -_mean(item[1], "variance_explained")))
     minus = f"minus {reference}" if reference in groups else ""
     lines = [
-        f"| method | variance explained | {minus} | RMSE | step size / expert's | jerk / expert's | latency, ms "
-        "| network calls | steps | episodes | seeds |",
-        "|---" * 11 + "|",
+        f"| method | variance explained | {minus} | RMSE | step size / expert's: within chunks "
+        "| between chunks | jerk / expert's | latency, ms | network calls | steps | episodes | seeds |",
+        "|---" * 12 + "|",
     ]
     for name, entries in groups.items():
         cells = [spread(_values(entries, "variance_explained"), 3)]
         cells += [difference(entries, groups.get(reference or "", [])), spread(_values(entries, "open_loop_rmse"), 3)]
-        cells += [spread(_values(entries, key), 2) for key in ("step_size_ratio", "jerk_ratio")]
+        cells += [spread(_values(entries, key), 2) for key in ("inside_ratio", "seams_ratio", "jerk_ratio")]
         cells += [f"{_mean(entries, 'latency_ms'):.2f}", f"{entries[0]['nfe']:g}", str(entries[0]["steps"])]
         lines.append(f"| {name} | {' | '.join(cells)} | {len(entries[0]['open_loop']['episodes'])} | {len(entries)} |")
     for count, hold in {len(row["open_loop"]["episodes"]): row["hold_variance_explained"] for row in rows}.items():
-        lines.append(f"| holding the last recorded action | {hold:.3f} | | | | | | 0 | | {count} | |")
+        lines.append(f"| holding the last recorded action | {hold:.3f} | | | | | | | 0 | | {count} | |")
     return "\n".join(
         [*lines, "", "RMSE (variance explained) of each dimension, mean over seeds:", "", dimensions(groups)]
     )

@@ -85,8 +85,8 @@ def metrics(episodes: list[Episode], spread: np.ndarray, fps: float | None = Non
 
     Per dimension: `rmse` and `mae` (data units), `variance_explained` (1 - MSE / variance of the recorded actions; 1 is
     perfect, 0 equals the mean action), `step_size` (mean change per step), `jerk` (mean absolute third difference, per
-    second cubed if the rate is known). `seams` has the step size between chunks, `inside` that within one. `hold` has the errors of repeating the last action before a chunk,
-    `by_chunk_step` those of each executed step of a chunk.
+    second cubed if the rate is known). `seams` has the step size between chunks, `inside` that within one. `hold` has
+    the errors of repeating the last action before a chunk, `by_chunk_step` those of each executed step of a chunk.
 
     Args:
         episodes: of `replay`.

@@ -75,7 +75,8 @@ def table(log: dict[str, Any]) -> str:
         f"mean variance explained {log['val/variance_explained']:.3f} (holding the last action "
         f"{log['val/hold_variance_explained']:.3f}), jerk {log.get('val/jerk_ratio', float('nan')):.2f} of the "
         f"expert's, steps {log.get('val/inside_ratio', float('nan')):.2f} within and "
-        f"{log.get('val/seams_ratio', float('nan')):.2f} between chunks, over {len(found['episodes'])} held-out episodes, {found['steps']} steps"
+        f"{log.get('val/seams_ratio', float('nan')):.2f} between chunks, over "
+        f"{len(found['episodes'])} held-out episodes, {found['steps']} steps"
     )
     times = log["latency_ms"]
     lines.append(

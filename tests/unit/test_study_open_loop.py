@@ -19,7 +19,7 @@ def log(explained, rmse, episodes=(3,)):
         "steps": 10,
     }
     means = {"variance_explained": explained, "open_loop_rmse": 0.1, "step_size_ratio": 1.0, "jerk_ratio": 2.0}
-    means["hold_variance_explained"] = 0.5
+    means |= {"hold_variance_explained": 0.5, "inside_ratio": 1.5, "seams_ratio": 3.0}
     return {f"val/{key}": value for key, value in means.items()} | {
         "open_loop": found,
         "nfe": 1.0,
@@ -40,7 +40,9 @@ def test_rows_of_a_method_share_a_line():
     ]
     lines = table(rows, "idp").splitlines()
     assert "| minus idp |" in lines[0]
-    assert lines[2].startswith("| idp | 0.850 (0.800 to 0.900) | - | 0.100 (0.100 to 0.100) | 1.00")
+    assert lines[2].startswith(
+        "| idp | 0.850 (0.800 to 0.900) | - | 0.100 (0.100 to 0.100) | 1.50 (1.50 to 1.50) | 3.00"
+    )
     assert lines[2].endswith("| 1.50 | 1 | 100 | 1 | 2 |")
     assert lines[3].startswith("| idp image | 0.700 | - |")  # other episodes were held out
     assert lines[4].startswith("| mip | 0.600 | -0.200 | 0.100 |") and "0.500" in lines[5] and "0.500" in lines[6]
