@@ -3,6 +3,8 @@
 import json
 import os
 import shlex
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from diffusion_policy.scripts import eval as eval_script
 from diffusion_policy.scripts import export
 from diffusion_policy.scripts.train import with_cameras
 from diffusion_policy.workspace.settings import check_task
-from tests.util import command, equal, load_config, train_here
+from tests.util import ROOT, command, equal, load_config, train_here
 
 LENGTHS = (30, 24, 27, 22, 25, 31)
 
@@ -311,6 +313,24 @@ def test_two_commands_from_a_folder_to_a_training_run(lerobot, tmp_path):
     cfg = OmegaConf.load(tmp_path / "run/config.yaml")
     assert cfg.task.action_dim == 4 and cfg.policy.shape_meta.obs.front.shape == [3, 32, 48]
     assert load_policy(tmp_path / "run").obs_dim is None
+
+
+def test_a_clone_trains_without_a_file_written_by_hand(lerobot, tmp_path):
+    """Two commands behind `git clone`: `make setup`, which installs the readers, and train.py."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is not a checkout")
+    installed = {line.split("==")[0] for line in (ROOT / "requirements.txt").read_text().splitlines()}
+    assert {"pyarrow", "av"} <= installed
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "--quiet", "--depth=1", f"file://{ROOT}", clone], check=True)
+    environment = {**os.environ, "PYTHONPATH": str(clone), "OMP_NUM_THREADS": "1"}
+    train = [sys.executable, "train.py", "--config-name=train_idp_mlp_lowdim", "task=my_data", f"task.path={lerobot}"]
+    done = subprocess.run([*train, "preset=debug"], cwd=clone, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "next            python eval.py" in done.stdout, done.stderr
+    (run,) = (clone / "data/outputs").glob("*/*")
+    assert load_policy(run).action_dim == 4
+    status = subprocess.run(["git", "status", "--porcelain"], cwd=clone, capture_output=True, text=True, check=True)
+    assert status.stdout == ""
 
 
 def test_other_formats_and_a_missing_path(tmp_path):
