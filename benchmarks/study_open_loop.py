@@ -27,7 +27,9 @@ def methods(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def spread(values: list[float], places: int, sign: str = "") -> str:
-    """'mean (lowest to highest)', or the only value."""
+    """'mean (lowest to highest)', or the only value; '-' without any."""
+    if not values:
+        return "-"
     mean, low, high = (f"{value:{sign}.{places}f}" for value in (statistics.mean(values), min(values), max(values)))
     return mean if len(values) == 1 else f"{mean} ({low} to {high})"
 
@@ -91,7 +93,7 @@ def copy_pictures(runs: pathlib.Path, rows: list[dict[str, Any]], reference: str
 
 
 def _values(rows: list[dict[str, Any]], key: str) -> list[float]:
-    return [entry[key] for entry in rows]
+    return [entry[key] for entry in rows if key in entry]  # reused rows may be older than a number
 
 
 def _mean(rows: list[dict[str, Any]], key: str) -> float:

@@ -48,6 +48,8 @@ def test_rows_of_a_method_share_a_line():
     assert lines[4].startswith("| mip | 0.600 | -0.200 | 0.100 |") and "0.500" in lines[5] and "0.500" in lines[6]
     assert "| a | 0.2000 (0.85) | 0.1000 (0.70) | 0.2000 (0.60) |" in lines
     assert "| b | 0.0000 (still) | 0.0000 (still) | 0.0000 (still) |" in lines
+    del rows[0]["inside_ratio"]  # a reused row from before there was this number
+    assert "| 0.100 | - | 3.00 | 2.00 |" in table(rows, "idp").splitlines()[4]
     assert rows[0]["latency_ms"] == pytest.approx(1.5)
 
 
