@@ -176,7 +176,9 @@ def _differences(
     With `seams`, of those steps alone that start a chunk (True) or do not (False).
     """
     out = {}
-    used = [slice(None) if seams is None else (episode.chunk_step[order:] == 0) == seams for episode in episodes]
+    used: list[Any] = [
+        slice(None) if seams is None else (episode.chunk_step[order:] == 0) == seams for episode in episodes
+    ]
     for who, name in (("policy", "predicted"), ("expert", "recorded")):
         parts = [np.diff(getattr(episode, name), order, axis=0) for episode in episodes]
         values = np.concatenate([part[at] for part, at in zip(parts, used, strict=True)])
