@@ -80,16 +80,15 @@ def observed(field: Field, obs_dict: Mapping[str, Any]) -> np.ndarray:
         names = ", ".join(map(str, obs_dict)) or "none"
         raise ConfigError(f"the observation has no entry {field.name!r} (it has: {names})")
     value = torch.as_tensor(obs_dict[field.name])
-    steps, *shape = field.shape
-    if value.ndim != 1 + len(field.shape) or not len(value) or value.shape[1] < steps or [*value.shape[2:]] != shape:
-        expected = f"(batch, at least {steps} steps, {', '.join(map(str, shape))})"
-        raise ConfigError(f"{field.name} must have shape {expected}, got {tuple(value.shape)}")
-    value = value[:, :steps]
+    shape, (steps, *rest) = value.shape, field.shape
+    if len(shape) != 1 + len(field.shape) or not shape[0] or shape[1] < steps or [*shape[2:]] != rest:
+        expected = f"(batch, at least {steps} steps, {', '.join(map(str, rest))})"
+        raise ConfigError(f"{field.name} must have shape {expected}, got {tuple(shape)}")
     if field.kind == "image":
-        return as_bytes(field.name, value).contiguous().numpy()
-    if value.is_complex() or value.dtype == torch.bool:
+        return as_bytes(field.name, value[:, :steps]).contiguous().numpy()
+    if value.dtype == torch.bool or value.dtype.is_complex:
         raise ConfigError(f"{field.name} must be real numbers, got {value.dtype}")
-    out = value.to(torch.float32).contiguous().numpy()
+    out = np.ascontiguousarray(value.to(torch.float32).numpy()[:, :steps])  # numpy's slices cost less than torch's
     if not np.isfinite(out).all():
         raise ConfigError(f"{field.name} must be finite, got NaN or infinity")
     return out
