@@ -21,7 +21,7 @@ def run(quick: bool = False) -> list[dict]:
                     f"IDP {p50(rows, 'IDP', 'eager'):.3g} ms, in ONNX Runtime {p50(rows, 'IDP', 'ONNX Runtime'):.3g} ms"
                 )
                 for what, value, target in ratios(rows, preset):
-                    out.append(row(f"{what}, {backbone}, {PRESETS[preset]}", value, "x", target, detail))
+                    out.append(row(f"{what}, {backbone}, {PRESETS[preset]}", value, "x", target or None, detail))
     finally:
         torch.set_num_threads(threads)
     return out

@@ -5,15 +5,17 @@
     python -m benchmarks.latency_vs_score --only-latency                              on a quiet machine, if it was busy
 
 Every policy is played with every delay, from the same starts. Where each method stands on the curve is measured, too:
-its latency with MIP's transformer on this machine, in control steps of PushT's 10 Hz. Writes results.json, README.md
-and latency_vs_score.png to results/latency_vs_score/.
+the processor time of a call with MIP's transformer on this machine, in control steps of PushT's 10 Hz. Writes
+results.json, README.md and latency_vs_score.png to results/latency_vs_score/.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import pathlib
+import statistics
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,9 +28,9 @@ from benchmarks.fleet import RUNTIME, WAITS, play
 from benchmarks.untrained import untrained
 from diffusion_policy.common.random_state import seed_everything
 from diffusion_policy.common.statistics import mean_interval
+from diffusion_policy.latency.timing import window
 from diffusion_policy.policy.loading import load_policy
 from diffusion_policy.storage import atomic
-from diffusion_policy.workspace.measurement import latency
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 METHODS = {"idp": "IDP", "mip": "MIP", "flow": "Flow (9 calls)", "diffusion": "DP (100 calls)"}
@@ -37,18 +39,20 @@ FIRST_SEED = 100_000  # no demonstration starts there
 
 
 def own_delay(method: str, preset: str) -> float:
-    """Median latency of a method with MIP's transformer at batch 1, in control steps."""
+    """Processor time of a call with MIP's transformer at batch 1, its latency on an idle core, in control steps."""
     policy, _ = untrained(f"train_{method}_transformer_lowdim", f"preset={preset}")
-    obs = {"obs": torch.rand(1, policy.n_obs_steps, policy.obs_dim)}
-    return latency(policy, obs, torch.device("cpu"), calls=30)["p50"] / 1000 * HZ
+    call = functools.partial(policy.predict_action, {"obs": torch.rand(1, policy.n_obs_steps, policy.obs_dim)})
+    call()
+    return statistics.median(cpu for _, cpu in window(call, calls=30, seconds=10)) / 1000 * HZ
 
 
-def measure(runs: pathlib.Path, delays: list[int], episodes: int, steps: int, preset: str) -> dict[str, Any]:
-    """Play every policy of the study with every delay."""
-    found = [method for method in METHODS if (runs / method).is_dir()]
+def measure(
+    runs: pathlib.Path, methods: list[str], delays: list[int], episodes: int, steps: int
+) -> list[dict[str, Any]]:
+    """Play the policies of the study with every delay."""
     rows: list[dict[str, Any]] = []
-    with tqdm(total=2 * len(found) * len(delays), unit="evaluation", disable=None) as bar:
-        for method in found:
+    with tqdm(total=2 * len(methods) * len(delays), unit="evaluation", disable=None) as bar:
+        for method in methods:
             policy = load_policy(runs / method, "cpu")
             for mode in (WAITS, RUNTIME):
                 for delay in delays:
@@ -57,7 +61,7 @@ def measure(runs: pathlib.Path, delays: list[int], episodes: int, steps: int, pr
                     row = {"method": method, "mode": mode, "delay": delay, "score": float(scores.mean())}
                     rows.append(row | {"interval_95": mean_interval(scores)})
                     bar.update()
-    return {"rows": rows, "own_delay": own_delays(found, preset), "episodes": episodes, "steps": steps}
+    return rows
 
 
 def own_delays(methods: Iterable[str], preset: str) -> dict[str, float]:
@@ -102,7 +106,7 @@ README = """# Score against delay
 PushT from state, {episodes} held-out starts, {steps} control steps of 100 ms. A plan arrives so many control steps
 after its observations. *Waits*: the robot stands still meanwhile, as in a plain loop. *Runtime*: it goes on with the
 last plan and drops what is stale ([docs](../../docs/runtime.md)). The policies are small MLPs, trained for minutes.
-`own delay` is what each method takes per plan with MIP's transformer on one thread of this machine; the last column is
+`own delay` is the processor time of a plan with MIP's transformer on one thread of this machine; the last column is
 the score there, and the stars in the figure (an arrow: beyond the figure).
 
 ![score against delay](latency_vs_score.png)
@@ -142,16 +146,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--preset", default="paper", help="size of the networks whose latency is measured")
     parser.add_argument("--output", type=pathlib.Path, default=ROOT / "results/latency_vs_score")
     parser.add_argument("--only-latency", action="store_true", help="measure the delays again and keep the scores")
+    parser.add_argument("--only", nargs="+", choices=METHODS, help="methods to play; others keep their rows")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    if options.only_latency:
-        data = json.loads((options.output / "results.json").read_text())
-        data |= {**machine(), "own_delay": own_delays(data["own_delay"], options.preset)}
-    elif not any((options.runs / method).is_dir() for method in METHODS):
-        parser.error(f"{options.runs} has no trained policies: run the study first")
-    else:
-        data = measure(options.runs, sorted(options.delays), options.episodes, options.steps, options.preset)
-        data = {**machine(), **data}
+    before = options.output / "results.json"
+    data: dict[str, Any] = json.loads(before.read_text()) if before.is_file() else {"rows": []}
+    if not options.only_latency:
+        methods = [name for name in options.only or METHODS if (options.runs / name).is_dir()]
+        if not methods:
+            parser.error(f"{options.runs} has no trained policies: run the study first")
+        if options.only and [data.get(name) for name in ("episodes", "steps")] != [options.episodes, options.steps]:
+            data["rows"] = []  # not comparable
+        kept = [row for row in data["rows"] if options.only and row["method"] not in methods]
+        rows = measure(options.runs, methods, sorted(options.delays), options.episodes, options.steps)
+        data = {"episodes": options.episodes, "steps": options.steps, "rows": kept + rows}
+    played = {row["method"] for row in data["rows"]}
+    data |= machine() | {"own_delay": own_delays([name for name in METHODS if name in played], options.preset)}
     options.output.mkdir(parents=True, exist_ok=True)
     atomic.write_text(options.output / "results.json", json.dumps(data, indent=2) + "\n")
     plot(data, options.output / "latency_vs_score.png")

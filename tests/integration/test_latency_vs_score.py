@@ -45,9 +45,11 @@ def test_a_waiting_robot_stands_still_during_the_delay(policy, monkeypatch):
 
 
 def test_the_study_writes_its_table_and_figure(tmp_path):
-    export_untrained(tmp_path / "runs/mip", "train_mip_mlp_lowdim", "preset=debug")
+    for method in ("idp", "mip"):
+        export_untrained(tmp_path / "runs" / method, f"train_{method}_mlp_lowdim", "preset=debug")
     options = ["--delays", "0", "3", "--episodes", "2", "--steps", "20", "--preset", "debug"]
-    latency_vs_score.main(["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "out"), *options])
+    options += ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "out")]
+    latency_vs_score.main([*options, "--only", "mip"])
     data = json.loads((tmp_path / "out/results.json").read_text())
     assert len(data["rows"]) == 4 and set(data["own_delay"]) == {"mip"}
     assert "| MIP | with the runtime |" in (tmp_path / "out/README.md").read_text()
@@ -55,3 +57,8 @@ def test_the_study_writes_its_table_and_figure(tmp_path):
     latency_vs_score.main(["--only-latency", "--preset", "debug", "--output", str(tmp_path / "out")])
     again = json.loads((tmp_path / "out/results.json").read_text())
     assert again["rows"] == data["rows"] and again["own_delay"] != data["own_delay"]
+    latency_vs_score.main([*options, "--only", "idp"])
+    both = json.loads((tmp_path / "out/results.json").read_text())
+    assert both["rows"][:4] == data["rows"] and set(both["own_delay"]) == {"idp", "mip"}
+    latency_vs_score.main([*options, "--only", "idp", "--episodes", "1"])  # others are not comparable
+    assert {row["method"] for row in json.loads((tmp_path / "out/results.json").read_text())["rows"]} == {"idp"}
