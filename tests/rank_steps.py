@@ -72,11 +72,12 @@ def steps(name: str, *overrides: str, data: str) -> dict[str, torch.Tensor]:
 
 
 class FailingPolicy(MIPPolicy):
-    """Fails on the second rank in the second epoch of preset=debug: raises, or is killed if RANK_FAULT says so."""
+    """Fails in the second epoch of preset=debug on one rank: raises, or is killed, as FAULT="<rank> <fault>" says."""
 
     def loss(self, cond, actions):
-        if self.training and self.progress and self.progress > 0.5 and os.environ.get("RANK") == "1":
-            if os.environ.get("RANK_FAULT") == "killed":
+        rank, fault = os.environ["FAULT"].split()
+        if self.training and self.progress and self.progress >= 0.5 and os.environ.get("RANK") == rank:
+            if fault == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("a fault of one rank")
         return super().loss(cond, actions)

@@ -21,7 +21,7 @@ from diffusion_policy.common.errors import UserError
 #: Exit code after Ctrl-C: 128 and the number of the signal, as in a shell.
 STOPPED = 130
 #: Seconds in which the launcher ends the other ranks, if the main one reports the same error.
-SAME_ERROR = 5.0
+SAME_ERROR = 15.0
 
 
 def fail(text: str, code: int = 2) -> NoReturn:

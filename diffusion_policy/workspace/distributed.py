@@ -13,7 +13,7 @@ import functools
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,13 +21,19 @@ from torch.overrides import TorchFunctionMode
 
 from diffusion_policy.common import launch
 from diffusion_policy.common.config_util import resolve_device
-from diffusion_policy.common.errors import ConfigError
+from diffusion_policy.common.errors import ConfigError, UserError
 from diffusion_policy.common.random_state import RandomState, seed_everything
 
 #: The other ranks wait for evaluations on the main one, which may take hours.
 TIMEOUT = datetime.timedelta(days=7)
 
 Loss = Callable[[Any], torch.Tensor]
+
+
+class RankLostError(UserError, RuntimeError):
+    """Another rank ended in the middle of the training."""
+
+    exit_code = 1
 
 
 class OneProcess:
@@ -76,6 +82,10 @@ class OneProcess:
 
     def wait(self) -> None:
         """Wait until all ranks are here."""
+
+    def watching(self) -> contextlib.AbstractContextManager:
+        """Raise RankLostError for what a collective says if another rank has ended."""
+        return contextlib.nullcontext()
 
 
 class Ranks(OneProcess):
@@ -148,6 +158,18 @@ class Ranks(OneProcess):
 
     def wait(self) -> None:
         torch.distributed.barrier(group=self.group)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if not (isinstance(error, torch.distributed.DistBackendError) or "gloo/transport" in str(error)):
+                raise
+            raise RankLostError(
+                f"another rank ended, so rank {self.rank} cannot go on: its error is above, or the launcher tells how "
+                "it ended; the last checkpoint is complete, training.resume=true continues from it"
+            ) from error
 
 
 @functools.cache

@@ -95,7 +95,7 @@ class TrainWorkspace(BaseWorkspace):
                 run_folder.announce(self)
                 stack.enter_context(run_folder.storage_errors_explained(self))
                 self.log = stack.enter_context(RunLog(self.cfg, self.folder, self.global_step))
-            with StopRequest() as stop:
+            with StopRequest() as stop, self.ranks.watching():
                 self._train(stop, runner)
             return run_folder.finish(self, runner)
 

@@ -111,6 +111,19 @@ def test_a_run_is_continued_by_another_number_of_ranks(finished, data, tmp_path)
     assert_close(weights(run / "checkpoints/latest.ckpt"), weights(resumed.get_checkpoint_path()))
 
 
+def test_accelerate_continues_a_run_of_one_process(data, tmp_path):
+    settings = (*SMALL, f"task.dataset.zarr_path={data}")
+    whole, _ = train_here(tmp_path / "whole", "train_idp_mlp_lowdim", *settings)
+    half = tmp_path / "half"
+    (half / "checkpoints").mkdir(parents=True)
+    shutil.copy(tmp_path / "whole/checkpoints/previous.ckpt", half / "checkpoints/latest.ckpt")
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2"]
+    launch += ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]
+    code, output = launched(*launch, "train.py", *arguments(half, data))
+    assert code == 0 and "2 ranks, 8 windows each" in output and "at step 4 of 8" in output, output
+    assert_close(weights(half / "checkpoints/latest.ckpt"), weights(whole.get_checkpoint_path()))
+
+
 def test_ctrl_c_stops_all_ranks_after_a_step_and_saves(data, tmp_path):
     command = [*TORCHRUN, "train.py", *arguments(tmp_path, data, "training.steps_per_epoch=100000")]
     process = subprocess.Popen(command, env=ENV, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -123,28 +136,23 @@ def test_ctrl_c_stops_all_ranks_after_a_step_and_saves(data, tmp_path):
     assert 0 < checkpoint_io.load(tmp_path / "checkpoints/latest.ckpt")["attributes"]["global_step"] < 100000
 
 
-@pytest.mark.parametrize("fault", ["raises", "killed"])
-def test_the_fault_of_one_rank_ends_all_and_loses_nothing(fault, data, tmp_path):
+@pytest.mark.parametrize("rank, fault", [(1, "raises"), (1, "killed"), (0, "raises")])
+def test_the_fault_of_one_rank_ends_all_and_loses_nothing(rank, fault, data, tmp_path):
     settings = arguments(tmp_path, data, "policy._target_=tests.rank_steps.FailingPolicy")
     settings[0] = "--config-name=train_mip_mlp_lowdim"
-    code, output = launched(*TORCHRUN, "train.py", *settings, timeout=120, RANK_FAULT=fault)
+    code, output = launched(*TORCHRUN, "train.py", *settings, timeout=240, FAULT=f"{rank} {fault}")
+    latest = tmp_path / "checkpoints/latest.ckpt"
+    assert time.time() - latest.stat().st_mtime < 60  # the fault is in the step after the checkpoint
     assert code != 0 and ("RuntimeError: a fault of one rank" in output if fault == "raises" else "SIGKILL" in output)
-    saved = checkpoint_io.load(tmp_path / "checkpoints/latest.ckpt", check_config=False)
+    if rank:
+        assert output.count("error: another rank ended, so rank 0 cannot go on") == 1 and "gloo" not in output
+    saved = checkpoint_io.load(latest, check_config=False)
     assert saved["attributes"]["global_step"] == 4
 
 
 # ---------------------------------------------------------------------- what cannot work
-def test_accelerate_launches_and_an_unequal_batch_is_one_line(data, tmp_path):
-    launch = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--multi_gpu",
-        "--num_processes=2",
-        "--num_machines=1",
-    ]
-    launch += ["--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]
-    code, output = launched(*launch, "train.py", *arguments(tmp_path, data, "dataloader.batch_size=15"))
+def test_an_unequal_batch_is_one_line(data, tmp_path):
+    code, output = launched(*TORCHRUN, "train.py", *arguments(tmp_path, data, "dataloader.batch_size=15"))
     assert code != 0 and output.count("error: ") == 1
     assert "batch_size=15 is the batch of all ranks, and 2 of them cannot share it equally: choose a multiple" in output
 
