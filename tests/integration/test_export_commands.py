@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from benchmarks.untrained import export_untrained
 from diffusion_policy import load_policy
 from diffusion_policy.export import parity, quantization
 from diffusion_policy.latency import timing, variants
@@ -123,3 +124,18 @@ def test_latency_beside_iterative_methods(run, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "latency.png").stat().st_size > 1000
     out = capsys.readouterr().out
     assert "| IDP | 1 | eager |" in out and "untrained" in out
+
+
+def test_latency_beside_a_trained_policy(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(variants.shutil, "which", lambda name: None)
+    monkeypatch.setattr(timing, "WARMUP_SECONDS", 0.0)
+    threads = torch.get_num_threads()
+    short = ["-o", str(tmp_path), "--calls", "3", "--windows", "1", "--seconds", "0.01"]
+    latency.main(["-c", str(run), "-b", str(run), *short])
+    content = json.loads((tmp_path / "latency.json").read_text())
+    assert {row["method"] for row in content["rows"]} == {"IDP", f"IDP ({run})"} and content["stand_ins"] == []
+    other = export_untrained(tmp_path / "other", "train_idp_mlp_lowdim", "preset=debug", "task=pusht_keypoint")
+    with pytest.raises(SystemExit):
+        latency.main(["-c", str(run), "-b", str(other), *short])
+    torch.set_num_threads(threads)
+    assert "observes something else" in capsys.readouterr().err
