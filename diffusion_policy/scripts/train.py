@@ -171,6 +171,7 @@ def train(cfg: DictConfig) -> Any:
         raise ConfigError("the config has no _target_, the workspace to run; --help lists the configs")
     announce_preset(cfg)
     workspace = get_class(cfg._target_, BaseWorkspace)(cfg)
+    gc.freeze()  # what the imports created stays: later collections need not look at it
     gc.enable()
     return workspace.run()
 
