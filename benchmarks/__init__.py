@@ -1,4 +1,4 @@
-"""What things cost: python -m benchmarks. Each bench_*.py has run(quick) -> rows; see `common.row`."""
+"""Benchmarks: python -m benchmarks. Each bench_*.py has run(quick) -> rows; see `common.row`."""
 
 import os
 

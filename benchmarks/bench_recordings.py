@@ -41,7 +41,7 @@ def write_camera(path: pathlib.Path, length: int, seed: int) -> None:
 
 
 def write_recording(folder: pathlib.Path, lengths: tuple[int, ...]) -> pathlib.Path:
-    """A LeRobotDataset v2.1 with a camera of 640 x 480 at 30 Hz."""
+    """Write a LeRobotDataset v2.1 with a camera of 640 x 480 at 30 Hz."""
     write_lerobot_v2(folder, lengths)
     info = json.loads((folder / "meta/info.json").read_text())
     info["fps"] = FPS

@@ -1,4 +1,4 @@
-"""The real-time runtime in short: late steps of IDP, and DP for contrast; `benchmarks.runtime` takes ten minutes."""
+"""Short benchmark of the real-time runtime: late steps of IDP and DP; `benchmarks.runtime` takes ten minutes."""
 
 from __future__ import annotations
 

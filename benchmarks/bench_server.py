@@ -1,4 +1,4 @@
-"""The policy server in short: what it adds to a call, several clients, bad input; `benchmarks.server` does more."""
+"""Short benchmark of the policy server: overhead of a call, several clients, bad input. See `benchmarks.server`."""
 
 from __future__ import annotations
 

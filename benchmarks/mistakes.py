@@ -1,4 +1,4 @@
-"""Make the mistakes of a newcomer and look at the answers.
+"""Make common mistakes of new users and check the error messages.
 
     python -m benchmarks.mistakes [--output results/reliability/mistakes.json]
 
@@ -194,7 +194,7 @@ MISTAKES: dict[str, Mistake] = {
         ("--config-name=train_consistency_mlp_lowdim", *BASE[1:], "policy.teacher_checkpoint=/nowhere.ckpt"),
         "there is no checkpoint at policy.teacher_checkpoint",
     ),
-    # an objective of one's own
+    # a user's own objective
     "a loss that is not a scalar": Mistake(
         own("VectorLossPolicy"),
         "returns a tensor of shape (16,); it must return one number",
@@ -324,7 +324,7 @@ def _run(script: str, words: list[str], cwd: pathlib.Path) -> None:
 
 
 class Places:
-    """What the mistakes refer to: data, a file, a finished run, and a new folder for every command."""
+    """Files that the mistakes refer to: data, a file, a finished run, and a new folder for every command."""
 
     def __init__(self, folder: pathlib.Path):
         self.folder = folder
@@ -360,7 +360,7 @@ class Interruption(Answer):
 
 
 def interrupted(script: str, arguments: Iterable[str], signals: int, ready: pathlib.Path) -> Interruption:
-    """Send Ctrl-C to a command, `signals` times, some time after the file `ready` exists."""
+    """Send Ctrl-C to a command `signals` times, shortly after the file `ready` exists."""
     with tempfile.TemporaryDirectory() as folder:
         out, err = pathlib.Path(folder) / "out", pathlib.Path(folder) / "err"
         with open(out, "w") as stdout, open(err, "w") as stderr:
@@ -370,7 +370,7 @@ def interrupted(script: str, arguments: Iterable[str], signals: int, ready: path
                 env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
                 stdout=stdout,
                 stderr=stderr,
-                # A shell starts background jobs deaf to Ctrl-C.
+                # A shell starts background jobs that ignore Ctrl-C.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         deadline = time.monotonic() + 120

@@ -19,7 +19,7 @@ def episode(length: int, seed: int, state_dim: int = 4) -> dict[str, np.ndarray]
 
 
 def images(length: int, seed: int, height: int = HEIGHT, width: int = WIDTH) -> np.ndarray:
-    """uint8 (T, H, W, 3): a square that moves over a background that tells the seed."""
+    """uint8 (T, H, W, 3): a square that moves over a background of the seed's colour."""
     frames = np.full((length, height, width, 3), (60 + 40 * seed) % 200, np.uint8)
     for step in range(length):
         left = 2 * step % (width - 8)

@@ -94,7 +94,7 @@ README = """# The real-time runtime
 
 How well `ActionChunkExecutor` keeps its rate beside a policy on one thread. A step is late if its action was handed
 over after the next step was due; `worst` and `p99` are the time from a step's due time to the end of its work. A new
-plan is asked for every 8 steps. `steps held` is the time without an action: a policy that is slower than its chunk
+plan is requested every 8 steps. `steps held` is the time without an action: a policy that is slower than its chunk
 makes the robot stop and go, and the loop is punctual all the same.
 
 {table}

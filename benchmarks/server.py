@@ -124,7 +124,7 @@ README = """# The policy server
 
 openpi's own client over loopback, the server in a process of its own, one thread, weights at random. `added` is the
 time of a call at the client minus that of the policy's own work in it. `load` is the machine's when a part began: with
-more than its two cores busy, times are those of waiting for a core.
+more than its two cores busy, the times include waiting for a core.
 
 | what | value | target | met | load | detail |
 |---|---|---|---|---|---|

@@ -91,8 +91,8 @@ class MemoryBank(nn.Module):
 class Remembering(Policy):
     """Mixin of a policy: puts each training batch into a bank and looks for neighbours there, if bank_size > 0.
 
-    The bank holds features of the averaged encoder, because they change slowly. A training loop that does not tell the
-    averaged policy, such as upstream's, gets those of the encoder in training.
+    The bank holds features of the averaged encoder, because they change slowly. If a training loop, such as
+    upstream's, does not pass the averaged policy, they are those of the encoder in training.
     """
 
     options: IDPOptions

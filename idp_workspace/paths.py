@@ -1,4 +1,4 @@
-"""What objectives with a time share: the path from noise to data, times, errors, steps along a flow.
+"""Functions of objectives with a time: the path from noise to data, times, errors, steps along a flow.
 
 t = 0 is noise and t = 1 is data; an interval goes from its start s to its end t. Chunks are (B, H, D), times (B,).
 """

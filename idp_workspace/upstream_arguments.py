@@ -148,7 +148,7 @@ def build_generator(owner: str, known_options: Iterable[str] = (), **arguments: 
 
 # ------------------------------------------------------------------ reading the arguments
 def check_names(owner: str, given: dict[str, Any], used: Iterable[str], known_options: Iterable[str]) -> None:
-    """Raise TypeError for arguments that nobody uses; log those of a sampler, which are ignored."""
+    """Raise TypeError for unknown arguments; log those of a sampler, which are ignored."""
     for name in given:
         if name in PARTS and name not in used:
             raise TypeError(

@@ -1,4 +1,4 @@
-"""How commands end: one line for an error that a user can fix, exit codes, and commands to paste into a shell."""
+"""Ends of commands: one line for an error that a user can fix, exit codes, and commands to paste into a shell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the configs are, the names they have, the resolvers they use, and objects built from their sections."""
+"""Config folders, config names, resolvers, and objects built from sections of a config."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _NAMES = {"None": None, "null": None, "True": True, "true": True, "False": False
 def evaluate(expression: Any) -> Any:
     """Compute the `eval` resolver: arithmetic, comparisons, and/or/not, `a if c else b`; numbers and strings.
 
-    Upstream passes the text to Python's eval. A config can come from a stranger, inside a checkpoint, so this
+    Upstream passes the text to Python's eval. A config can come from an untrusted checkpoint, so this
     resolver calls nothing.
     """
     if not isinstance(expression, str):

@@ -1,4 +1,4 @@
-"""Errors that a user can fix. Each message tells what is wrong and what to do.
+"""Errors that a user can fix. Each message says what is wrong and what to do.
 
 The commands print them as one line, without a traceback (`command_line.reporting`).
 """
@@ -20,7 +20,7 @@ class DataError(UserError, ValueError):
 
 
 class DataNotFoundError(DataError, FileNotFoundError):
-    """A missing dataset; the message tells how to get it."""
+    """A missing dataset; the message says how to get it."""
 
 
 class CheckpointError(UserError, RuntimeError):

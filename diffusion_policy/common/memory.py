@@ -6,7 +6,7 @@ import os
 
 
 def available_bytes() -> float:
-    """Memory available without swapping, within the limits of a container; infinite if the system does not tell."""
+    """Memory available without swapping, within the limits of a container; infinite if unknown."""
     limits = [float("inf")]
     try:
         with open("/proc/meminfo") as file:

@@ -1,4 +1,4 @@
-"""How numbers of a recording are given to a network: rotations as rotation_6d, actions relative to the state.
+"""Representation of a recording's numbers for a network: rotations as rotation_6d, actions relative to the state.
 
 Datasets and the outside of a policy keep the units of the recording. Both sides use one `Representation`: the dataset
 to fit its normaliser, the policy to convert what it sees and what it returns.

@@ -1,4 +1,4 @@
-"""Where PushT's demonstrations come from: the human ones if they can be had, else the rollouts in the repository."""
+"""Source of PushT's demonstrations: the human ones if they are available, else the rollouts in the repository."""
 
 import contextlib
 import http.client

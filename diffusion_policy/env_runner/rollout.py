@@ -451,7 +451,7 @@ class ChunkNoise:
 
 
 def _diagnosis(split: str, episodes: list[dict[str, Any]]) -> dict[str, float]:
-    """Means over episodes of what their diaries say."""
+    """Means of the episodes' statistics."""
     out = {f"{split}/final_score": float(np.mean([episode["final_reward"] for episode in episodes]))}
     if "ends_still" in episodes[0]:
         failed = [episode["ends_still"] and episode["max_reward"] < 1 for episode in episodes]

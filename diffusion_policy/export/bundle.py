@@ -1,4 +1,4 @@
-"""A checkpoint on its way to a file: its policy, the policy's graph, and what the file says about both."""
+"""A checkpoint to export: its policy, the policy's graph, and the metadata of the exported file."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Bundle:
         return graph.capture(self.policy, self.signature)
 
     def about(self, **further: Any) -> dict[str, Any]:
-        """Return what the file says: the signature, the task's runner, and what the checkpoint said of itself."""
+        """Return the file's metadata: the signature, the task's runner, and the description in the checkpoint."""
         attributes = self.payload.get("attributes", {})
         return {
             "signature": self.signature.described(),
@@ -97,7 +97,7 @@ class Bundle:
 
 
 def onnx_of(policy: Any) -> GraphPolicy:
-    """Return a policy as ONNX Runtime runs it, without a file."""
+    """Return a policy that runs in ONNX Runtime, without a file."""
     signature = graph.describe(policy)
     model = writers.to_onnx(graph.capture(policy, signature), signature)
     data = onnx_io.pack(model, {"signature": signature.described()})

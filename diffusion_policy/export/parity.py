@@ -1,4 +1,4 @@
-"""Whether an exported graph acts as its policy does, on observations of the dataset."""
+"""Comparison of an exported graph with its policy, on observations of the dataset."""
 
 from __future__ import annotations
 

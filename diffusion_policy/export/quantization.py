@@ -59,7 +59,7 @@ def quantize(data: bytes, where: str) -> Any:
 
 
 def judge(before: Any, after: Any, cfg: dict[str, Any], where: str, episodes: int | None) -> Verdict:
-    """Play the task's episodes with both policies."""
+    """Run the task's episodes with both policies."""
     section = OmegaConf.create(checked_config(cfg, where, ("policy", "task.env_runner")))
     if OmegaConf.select(section, "task.env_runner") is None:
         raise ConfigError("--quantize needs a task with a simulator, to see that the score holds; this one has none")
@@ -81,5 +81,5 @@ def scores(policy: Any, cfg: DictConfig, episodes: int | None) -> np.ndarray:
         finally:
             runner.close()
     if runner.lost:
-        raise EvaluationError(f"{len(runner.lost)} episodes could not be played, so the scores cannot be compared")
+        raise EvaluationError(f"{len(runner.lost)} episodes could not be run, so the scores cannot be compared")
     return np.array([episode["max_reward"] for episode in runner.episodes])

@@ -1,4 +1,4 @@
-"""What an exported policy takes and gives: names, shapes, types, units and ranges. It travels in the file."""
+"""Inputs and outputs of an exported policy: names, shapes, types, units and ranges. Stored in its file."""
 
 from __future__ import annotations
 

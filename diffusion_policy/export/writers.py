@@ -62,7 +62,7 @@ def torchscript_policy(data: bytes, signature: Signature) -> GraphPolicy:
 
 
 def keep_sizes(module: Any) -> None:
-    """Let a trace of a captured graph depend on sizes: torch's functions record them, `torch.ops` takes constants."""
+    """Keep sizes variable in a trace of a captured graph: torch's functions record them, `torch.ops` fixes them."""
     for node in module.graph.nodes:
         if node.target is torch.ops.aten.sym_size.int:
             node.target = size_of
@@ -82,7 +82,7 @@ def size_of(x: torch.Tensor, dimension: int) -> int:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Leave out what torch says about its own deprecated parts."""
+    """Silence torch's warnings about its own deprecated parts."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,4 +1,4 @@
-"""What an episode looked like: its final reward, how far the tool moved, and whether it stood still at the end."""
+"""Statistics of an episode: its final reward, how far the tool moved, and whether it stood still at the end."""
 
 from typing import Any
 

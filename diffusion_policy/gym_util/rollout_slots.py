@@ -83,7 +83,7 @@ class RolloutEnv:
         return self._obs, self._reward, self._done, self._steps
 
     def report(self, _: None) -> dict[str, Any]:
-        """What the episode looked like, see `DiaryWrapper`."""
+        """The statistics of the episode, see `DiaryWrapper`."""
         return self.diary.report()
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class _Slots:
         return _batch(self._call("reset", episodes))
 
     def reports(self, count: int) -> list[dict[str, Any]]:
-        """What the episodes of all `count` slots looked like."""
+        """The statistics of the episodes of all `count` slots."""
         return self._call("report", [None] * count)
 
     def step(

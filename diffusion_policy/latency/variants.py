@@ -24,7 +24,7 @@ METHODS: dict[str, tuple[str, int, bool]] = {
     "Flow": ("flow", 9, False),
     "MIP": ("mip", 2, False),
 }
-#: Arguments of a policy that are not of its objective: networks, sizes and conditioning, by upstream's names.
+#: Arguments of a policy that do not belong to its objective: networks, sizes and conditioning, by upstream's names.
 NETWORK = (
     "model", "obs_encoder", "shape_meta", "horizon", "n_obs_steps", "n_action_steps", "obs_dim", "action_dim",
     "obs_as_cond", "obs_as_global_cond", "obs_as_local_cond", "pred_action_steps_only", "oa_step_convention",
@@ -40,7 +40,7 @@ UNROLLED = 20
 def stand_in(label: str, policy: Any, section: DictConfig) -> Any:
     """Return a policy of METHODS[label] with the network of `policy`, whose config is `section`.
 
-    It was not trained for that method: its actions mean nothing, and take as long as those of one that was.
+    It was not trained for that method: its actions are meaningless, but take as long as those of a trained policy.
     """
     objective, calls, ddim = METHODS[label]
     register_resolvers()
@@ -60,7 +60,7 @@ def stand_in(label: str, policy: Any, section: DictConfig) -> Any:
 
 
 def backends(policy: Any, names: Sequence[str] = BACKENDS) -> dict[str, Any]:
-    """Return the policy by backend; in place of one that cannot be had, the reason."""
+    """Return the policy by backend, or the reason why that backend is not available."""
     makers = dict(zip(BACKENDS, (lambda policy: policy, compiled, exported), strict=True))
     return {name: makers[name](policy) for name in names}
 

@@ -39,11 +39,11 @@ def interface_of(policy: Any) -> PolicyInterface:
         entries = {"obs": Entry((int(policy.obs_dim),))}
     else:
         raise ConfigError(
-            f"{type(policy).__name__} does not tell what it observes: give it a method obs_shapes() that returns "
+            f"{type(policy).__name__} does not describe its observations: give it a method obs_shapes() that returns "
             "{key: shape at one step}, and the set rgb_keys"
         )
     action_dim = int(policy.action_dim)
-    if hasattr(policy, "representation"):  # its network sees other numbers than the recording has
+    if hasattr(policy, "representation"):  # its network uses another representation than the recording
         recorded = policy.representation.obs
         entries = {key: Entry((recorded[key].width,)) if key in recorded else entry for key, entry in entries.items()}
         action_dim = policy.representation.action.width

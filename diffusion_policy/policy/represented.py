@@ -1,4 +1,4 @@
-"""Policies whose networks see other numbers than the recording has: rotations as rotation_6d, relative actions."""
+"""Policies whose networks use another representation than the recording: rotations as rotation_6d, relative actions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the training loop and eval.py may ask of a policy, beside computing a loss and predicting actions."""
+"""Optional methods of a policy that the training loop and eval.py call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a control loop did: its rate, its late steps, and the cost of each stage."""
+"""Timing of a control loop: its rate, its late steps, and the cost of each stage."""
 
 from __future__ import annotations
 

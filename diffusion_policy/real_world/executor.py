@@ -50,7 +50,7 @@ class ActionChunkExecutor:
         start: where the robot stands, as an action, so that `limits.max_step` holds for the first action, too.
         watchdog: seconds without a usable chunk after which the run ends with RobotFault.
         patience: seconds that a step may wait for its own plan, which otherwise counts from the next step at best.
-        real_time: run the loop and the worker before all ordinary threads, if permitted; see `real_time_priority`.
+        real_time: give the loop and the worker real-time priority, if permitted; see `real_time_priority`.
         planner: where plans are made, given the function; a thread by default.
         clock: real time by default.
     """
@@ -135,7 +135,7 @@ class ActionChunkExecutor:
         self._renewed = self._clock.now()
 
     def _at_rest(self, planner: Planner) -> tuple[float, np.ndarray]:
-        """Make a chunk from one new observation and wait for it -> its seconds, and the chunk."""
+        """Make a chunk from one new observation and wait for it; return its seconds and the chunk."""
         self._history.clear()
         self._history.add(self.read_observation())
         answer = planner.at_once(self._history.stacked())

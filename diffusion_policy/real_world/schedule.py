@@ -26,7 +26,7 @@ class ActionSchedule:
         return self._actions[index] if 0 <= index < len(self._actions) else None
 
     def begin(self, step: int) -> None:
-        """Note whether the robot stands still at this step, for want of an action."""
+        """Note whether the robot stands still at this stepbecause it has no action."""
         if self.due(step) is None and self._standing_since is None:
             self._standing_since = step
 

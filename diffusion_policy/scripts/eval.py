@@ -333,7 +333,7 @@ def make_runner(cfg: DictConfig, options: argparse.Namespace, output: pathlib.Pa
 
 
 def write(log: dict[str, Any], output: pathlib.Path) -> None:
-    """Write eval_log.json and print the result; EvaluationError if episodes could not be played."""
+    """Write eval_log.json and print the result; EvaluationError if episodes could not be run."""
     from diffusion_policy.storage import atomic
 
     atomic.write_text(output / "eval_log.json", json.dumps(log, indent=2, sort_keys=True))
@@ -341,7 +341,7 @@ def write(log: dict[str, Any], output: pathlib.Path) -> None:
     for each in logs:
         if each["lost"]:
             raise EvaluationError(
-                f"{len(each['lost'])} of {len(each['lost']) + each['n_episodes']} episodes could not be played (seeds "
+                f"{len(each['lost'])} of {len(each['lost']) + each['n_episodes']} episodes could not be run (seeds "
                 f"{', '.join(str(episode['seed']) for episode in each['lost'])}), so there is no mean score; "
                 f"{output / 'eval_log.json'} has the reasons and the episodes that were played"
             )

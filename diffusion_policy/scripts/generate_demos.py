@@ -210,7 +210,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--stop_after",
         type=int,
         help="end an episode of MetaWorld after this number of solved steps (default: 200 steps in all, as in DP3; "
-        "experts often only tremble after a success)",
+        "experts often only jitter after a success)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the first episode; the others follow (default 0)")
     parser.add_argument("--output", help="the zarr folder to write (default: data/<suite>/<suite>_<task>_expert.zarr)")

@@ -35,8 +35,8 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--skip-broken", action="store_true", help="leave out episodes that cannot be read, and say which")
     out.add_argument("--convert", type=Path, metavar="OUT.zarr", help="write a replay buffer instead of a report")
     out.add_argument("--to-lerobot", type=Path, metavar="OUT", help="write a LeRobotDataset v3 instead of a report")
-    out.add_argument("--images", action="store_true", help="convert the images of all cameras, too")
-    out.add_argument("--fps", type=float, help="steps per second for --to-lerobot, if the recordings do not tell")
+    out.add_argument("--images", action="store_true", help="also convert the images of all cameras")
+    out.add_argument("--fps", type=float, help="steps per second for --to-lerobot, if the recordings have no rate")
     return out
 
 

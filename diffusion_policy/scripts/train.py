@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 #: Groups that the help lists, in this order; further ones follow.
 LISTED = ("objective", "backbone", "modality", "task", "preset", "optimizer", "ablation", "encoder", "launcher")
-#: Groups that nobody chooses from: values that are chosen automatically.
+#: Groups without a user's choice: their values are chosen automatically.
 AUTOMATIC = ("pair",)
 
 HELP = """\

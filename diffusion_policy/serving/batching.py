@@ -105,7 +105,7 @@ def timed(predict: Callable[[Histories], np.ndarray], histories: Histories) -> t
 
 
 def explained(error: Exception) -> Exception:
-    """What a client is told: a policy's own refusal of an observation, or that it failed."""
+    """The error message for a client: why the policy refused its observation, or that the policy failed."""
     if isinstance(error, ValueError):
         return MessageError(" ".join(str(error).split())[:500])
     log.error("the policy failed", exc_info=error)

@@ -80,7 +80,7 @@ def _unpack(value: dict[Any, Any]) -> Any:
     if b"__npgeneric__" in value:
         number = value.get(b"data")
         if not isinstance(number, bool | int | float):
-            raise MessageError("a number of the message holds something else")
+            raise MessageError("a number of the message is malformed")
         return np.array(number).astype(_dtype(value))[()]
     return value
 
@@ -101,7 +101,7 @@ def _array(data: Any, dtype: np.dtype, shape: Any) -> np.ndarray:
     if not isinstance(data, bytes) or not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS:
         raise MessageError("an array of the message lacks its bytes or its shape")
     if not all(type(size) is int and 0 <= size < 2**31 for size in shape):
-        raise MessageError("an array of the message has an impossible shape")
+        raise MessageError("an array of the message has an invalid shape")
     if math.prod(shape) * dtype.itemsize != len(data):
         raise MessageError(f"an array of the message has {len(data)} bytes, which do not fit its shape and dtype")
     return np.frombuffer(data, dtype).reshape(shape)

@@ -1,4 +1,4 @@
-"""Numbers about a server, in Prometheus' text format."""
+"""Metrics of a server, in Prometheus' text format."""
 
 from __future__ import annotations
 

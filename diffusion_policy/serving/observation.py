@@ -1,4 +1,4 @@
-"""Observations that clients send, held against what the policy expects."""
+"""Checks of clients' observations against what the policy expects."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ObservationReader:
         return {key: self._entry(key, entries[key], values[key], whole[0]) for key in entries}, whole[0]
 
     def expected(self) -> str:
-        """What an observation is, in words."""
+        """Describe an observation, for messages."""
         parts = (
             f"{key} {entry.shape} {'uint8' if entry.rgb else 'float32'}"
             for key, entry in self.interface.observation.items()
@@ -49,7 +49,7 @@ class ObservationReader:
     def _numbers(self, key: str, value: Any) -> np.ndarray:
         if isinstance(value, list):
             if not all(isinstance(item, int | float) for item in value):
-                raise MessageError(f"{key} is a list of something else than numbers; send an array")
+                raise MessageError(f"{key} is a list of values that are not numbers; send an array")
             value = np.array(value, dtype=np.float64)
         if isinstance(value, int | float | np.generic):
             value = np.asarray(value, dtype=np.float64)
@@ -80,7 +80,7 @@ class ObservationReader:
 
 
 def metadata_of(policy: Any, interface: PolicyInterface) -> dict[str, Any]:
-    """What the server tells a client first."""
+    """The metadata that the server sends to a new client."""
     return {
         "policy": type(policy).__name__,
         "network_calls": int(getattr(policy, "nfe", 0)),

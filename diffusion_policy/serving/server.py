@@ -32,7 +32,7 @@ class PolicyServer:
         policy: see `load_policy`.
         host: address to listen at; any but a loopback address needs a token.
         port: 0 takes a free one, see `port` after `start`.
-        token: what clients must send as `Authorization: Api-Key <token>`; None lets everyone in.
+        token: what clients must send as `Authorization: Api-Key <token>`; None accepts everyone.
         max_batch: largest number of clients answered by one call of the policy.
         max_clients: connections at the same time; further ones get 503.
         stall: seconds after which a client that does not react to pings is disconnected.
@@ -87,7 +87,7 @@ class PolicyServer:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self, grace: float = 5.0) -> None:
-        """Accept nobody any more, answer what is being computed, for at most `grace` seconds, and disconnect."""
+        """Stop accepting clients, answer pending requests for at most `grace` seconds, and disconnect."""
         self._stopping = True
         if self._server is not None:
             self._server.close(close_connections=False)
@@ -103,7 +103,7 @@ class PolicyServer:
 
     # ------------------------------------------------------------------ connections
     def _gate(self, connection: ServerConnection, request: Request) -> Response | None:
-        """Answer plain HTTP requests; let in who may connect."""
+        """Answer plain HTTP requests and check who may connect."""
         path = request.path.partition("?")[0]
         if path == "/healthz":
             return connection.respond(http.HTTPStatus.OK, "OK\n")
@@ -121,7 +121,7 @@ class PolicyServer:
         return connection.respond(status, text)
 
     async def _talk(self, connection: ServerConnection) -> None:
-        """Serve one client until it leaves or errs."""
+        """Serve one client until it leaves or makes an error."""
         self._clients.add(connection)
         self.metrics.add("connections_total")
         try:

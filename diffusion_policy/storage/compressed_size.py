@@ -17,7 +17,7 @@ def blosc_sizes(header: bytes) -> tuple[int, int]:
 
 
 def zstd_size(header: bytes) -> int | None:
-    """Decoded bytes from the first 18 bytes of a zstd frame; None if it does not tell."""
+    """Decoded bytes from the first 18 bytes of a zstd frame; None if the header has no size."""
     if len(header) < 6 or header[:4] != b"\x28\xb5\x2f\xfd":
         return None
     single, length = header[4] >> 5 & 1, (0, 2, 4, 8)[header[4] >> 6]

@@ -97,7 +97,7 @@ def _fill(file: str, journal: IO[bytes], lengths: list[int], frame_bytes: int, r
             bar.update()
         if count != lengths[number]:
             raise DataError(f"episode {number} has {count} frames, but {lengths[number]} steps.")
-        os.fsync(handle)  # before the journal says so
+        os.fsync(handle)  # before the journal records it
         with lock:
             journal.write(f"{number}\n".encode())
 

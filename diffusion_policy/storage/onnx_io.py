@@ -1,6 +1,6 @@
 """Policies exported as ONNX: one file with the graph, and as its metadata what it takes, gives and was made from.
 
-The file comes from a stranger, perhaps. It is checked before ONNX Runtime sees it: one graph of standard operators,
+The file may come from an untrusted source. It is checked before ONNX Runtime sees it: one graph of standard operators,
 without control flow, and every number inside the file. Such a graph computes; it cannot open a file or call anything.
 """
 

@@ -122,7 +122,7 @@ class ReaderPool:
         finally:
             if whole:
                 self.idle.append(process)
-            else:  # nobody reads the rest of its answer
+            else:  # the rest of its answer is not read
                 process.close()
 
     def ask_once(self, what: str, path: str | os.PathLike, **arguments: Any) -> Answer:

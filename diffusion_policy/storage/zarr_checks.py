@@ -72,7 +72,7 @@ def check_zip(path: str) -> None:
             for info in file.infolist():
                 # Python decompresses the other methods without a limit.
                 if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                    raise DataError(f"{path}: entry {info.filename} is compressed in another way than deflate.")
+                    raise DataError(f"{path}: entry {info.filename} is compressed by a method other than deflate.")
                 if info.filename.endswith(METADATA_FILES):
                     _check_metadata_size(f"{path}: {info.filename}", info.file_size)
     except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError) as error:

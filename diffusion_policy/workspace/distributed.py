@@ -37,7 +37,7 @@ class RankLostError(UserError, RuntimeError):
 
 
 class OneProcess:
-    """What the training loop asks of the ranks, for a single one: nothing to share and nobody to wait for."""
+    """The ranks of a training of one process: nothing is shared and nothing waits."""
 
     rank, size = 0, 1
 

@@ -1,4 +1,4 @@
-"""What students share: a teacher that is present while they train."""
+"""Base of the students: a teacher that is present while they train."""
 
 from __future__ import annotations
 

@@ -478,7 +478,7 @@ def test_an_evaluation_that_lost_episodes_says_so_and_gives_no_score(finished, t
                 "cpu",
             ]
         )
-    assert "1 of 3 episodes could not be played (seeds 18)" in capsys.readouterr().err
+    assert "1 of 3 episodes could not be run (seeds 18)" in capsys.readouterr().err
     log = json.loads((tmp_path / "out/eval_log.json").read_text())
     assert (
         "test/mean_score" not in log

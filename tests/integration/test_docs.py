@@ -94,7 +94,15 @@ def test_pages_are_in_the_navigation():
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+#: Text that people write: ruff checks the lines of Python.
+TEXTS = [
+    *PAGES,
+    *(path for folder in ("config", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.yaml")),
+    *(ROOT / file for file in ("Makefile", "pyproject.toml", "mkdocs.yml")),
+]
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=name)
 def test_lines_are_short(page):
     long = [number for number, line in enumerate(page.read_text().splitlines(), 1) if len(line) > 120]
     assert not long, f"lines over 120 characters: {long}"

@@ -112,7 +112,7 @@ CASES = {
     "saturated": (at_limit, r"dimensions at their limit: action\[2\]", "note"),
     "jumps": (jumping, r"1 jumps within one step: state\[1\]", "warning"),
     "wrapped": (wrapping, r"angles wrap around, \d+ times: state\[3\]", "warning"),
-    "binary": (gripper, r"two values, as a gripper: action\[3\]", "note"),
+    "binary": (gripper, r"two values, like a gripper: action\[3\]", "note"),
     "drift": (late, "time stamps of 2 episodes drift", "warning"),
     "dropped": (dropped, "1 steps in 1 episodes are too long", "warning"),
     "copies": (lambda episodes: episodes.append(episodes[1]), "1 episodes are copies", "warning"),

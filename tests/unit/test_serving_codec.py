@@ -140,7 +140,7 @@ def test_numbers_may_be_lists():
         ({"image": IMAGE.astype(np.int32), "pos": POS}, "uint8"),
         ({"image": IMAGE.astype(np.float32), "pos": POS}, "divide by 255"),
         ({"image": IMAGE, "pos": "up"}, "must be an array"),
-        ({"image": IMAGE, "pos": [1, "2"]}, "list of something else"),
+        ({"image": IMAGE, "pos": [1, "2"]}, "list of values that are not numbers"),
         ({"image": IMAGE, "pos": None}, "must be an array"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -1,4 +1,4 @@
-"""What both conversions share."""
+"""Helpers of both conversions."""
 
 from __future__ import annotations
 

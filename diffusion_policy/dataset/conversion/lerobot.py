@@ -29,7 +29,7 @@ def to_lerobot(
     require_libraries(path)
     fps = fps or recordings.fps
     if fps is None:
-        raise ConfigError(f"{recordings.path} does not tell its rate: pass --fps, the steps per second.")
+        raise ConfigError(f"{recordings.path} has no frame rate: pass --fps, the steps per second.")
     if images:
         keep_whole(recordings)
     names = lerobot_names(recordings, images)

@@ -11,7 +11,7 @@ Stats = dict[str, np.ndarray]
 
 
 def episode_stats(values: np.ndarray) -> Stats:
-    """Of the steps (T, ...) of an episode; a number per step gives arrays of one number."""
+    """Statistics of the steps (T, ...) of an episode; a number per step gives arrays of one number."""
     values = values.astype(np.float64)
     values = values[:, None] if values.ndim == 1 else values
     stats = {"min": values.min(0), "max": values.max(0), "mean": values.mean(0), "std": values.std(0)}
@@ -20,14 +20,14 @@ def episode_stats(values: np.ndarray) -> Stats:
 
 
 def image_stats(frames: Sequence[np.ndarray]) -> Stats:
-    """Of images (H, W, 3), per channel and in [0, 1], in LeRobot's shape (3, 1, 1)."""
+    """Statistics of images (H, W, 3), per channel and in [0, 1], in LeRobot's shape (3, 1, 1)."""
     pixels = np.stack(frames).reshape(-1, 3) / 255
     stats = {key: value.reshape(3, 1, 1) for key, value in episode_stats(pixels).items() if key != "count"}
     return {**stats, "count": np.array([len(frames)])}
 
 
 def total_stats(episodes: Sequence[Stats]) -> Stats:
-    """Of all episodes together. Quantiles are averages over the episodes, as LeRobot has them."""
+    """Statistics of all episodes together. Quantiles are averages over the episodes, as LeRobot has them."""
     counts = np.concatenate([stats["count"] for stats in episodes])
     share = counts / counts.sum()
 

@@ -58,6 +58,6 @@ def to_zarr(recordings: Recordings, path: Path, images: bool = False, quiet: boo
 
 
 def _facts(recordings: Recordings) -> dict[str, Any]:
-    """What the arrays cannot hold; the reader of replay buffers uses it again."""
+    """Metadata that the arrays cannot hold, for the reader of replay buffers."""
     names = {key: feature.names for key, feature in recordings.features.items() if feature.names}
     return {"fps": recordings.fps, "tasks": recordings.tasks, "task_of": recordings.task_of, "names": names}

@@ -31,7 +31,7 @@ def constant(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             NOTE,
             f"dimensions that never change: {listed(labels)}",
-            "They carry nothing. Harmless; if the robot should move there, its recording is wrong.",
+            "They carry no information. Harmless, unless the robot moves there: then the recording is wrong.",
         )
 
 
@@ -57,7 +57,7 @@ def binary(facts: Facts) -> Iterator[Finding]:
     if labels:
         yield Finding(
             NOTE,
-            f"dimensions with two values, as a gripper: {listed(labels)}",
+            f"dimensions with two values, like a gripper: {listed(labels)}",
             "A policy predicts numbers in between; use a threshold when you act.",
         )
 
@@ -89,7 +89,7 @@ def relation(facts: Facts) -> Iterator[Finding]:
         )
     elif relation.position > 0.8:
         when = f"{relation.lag} steps later" if relation.lag else "at the same step"
-        advice = "Position control. task.relative_actions=true, as below, learns the way from the current state."
+        advice = "Position control. task.relative_actions=true, as below, learns actions relative to the current state."
         if relation.is_itself:
             advice = (
                 f"The action is the observation itself, not what was commanded: shift it by a step, or use {action} = "

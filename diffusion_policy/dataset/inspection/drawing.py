@@ -52,7 +52,7 @@ def _svg(width: int, height: int, content: str) -> str:
 
 
 def photograph(frame: np.ndarray, height: int = 150) -> str:
-    """An image as a data address."""
+    """An image as a data URL."""
     import cv2
 
     width = max(1, round(frame.shape[1] * height / frame.shape[0]))

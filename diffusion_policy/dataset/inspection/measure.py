@@ -21,7 +21,7 @@ DRAWN_EPISODES, DRAWN_POINTS = 3, 160
 
 @dataclasses.dataclass
 class Jump:
-    """A change within one step that is too large to be a motion."""
+    """A change within one step that is too large for a motion."""
 
     episode: int
     step: int

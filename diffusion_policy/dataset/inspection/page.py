@@ -34,7 +34,7 @@ FRAMES = 6
 
 
 def page(facts: Facts, findings: Sequence[Finding], commands: Sequence[str]) -> str:
-    """A page without scripts and other files."""
+    """The page, a single HTML file without scripts."""
     name = escape(facts.recordings.path.resolve().name)
     rows = "".join(f"<tr><th>{escape(key)}</th><td>{escape(value)}</td></tr>" for key, value in overview(facts))
     return f"""<!doctype html>

@@ -44,7 +44,7 @@ def feature_title(vector: Vector) -> str:
 
 
 def report(facts: Facts, findings: Sequence[Finding]) -> str:
-    """Everything but the figures."""
+    """The report without figures."""
     lines = [str(facts.recordings.path), *(f"  {name:10} {value}" for name, value in overview(facts))]
     guessed = False
     for vector in facts.vectors.values():
@@ -89,5 +89,5 @@ def default_page(path: Path) -> Path:
 
 
 def printable(text: str) -> str:
-    """Names come from files: characters that would steer a terminal are replaced."""
+    """Names come from files: control characters are replaced."""
     return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)

@@ -1,4 +1,4 @@
-"""Recordings of robots in the formats that people have, read one episode at a time.
+"""Recordings of robots in the common formats, read one episode at a time.
 
 from diffusion_policy.dataset.recordings import open_recordings
 

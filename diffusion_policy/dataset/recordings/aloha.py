@@ -20,7 +20,7 @@ OBSERVATIONS, IMAGES = "observations/", "observations/images/"
 class AlohaRecordings(Recordings):
     """action, and observations/<qpos, qvel, ...> under their last name; cameras of observations/images.
 
-    The files do not tell their rate.
+    The files have no frame rate.
     """
 
     kind = "aloha hdf5"

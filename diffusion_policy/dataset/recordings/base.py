@@ -1,4 +1,4 @@
-"""What every format of recordings offers."""
+"""The interface that all formats of recordings share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FRAME_BLOCK_BYTES = 8e6
 class Recordings:
     """Episodes of a robot. Nothing is kept in memory but a description of each.
 
-    kind: the format. fps: steps per second, None if the recording does not tell. lengths, episode_names, task_of: per
+    kind: the format. fps: steps per second, None if the recording does not say. lengths, episode_names, task_of: per
     usable episode its steps, its name and file for messages, and its task as a number in `tasks`. left_out: why other
     episodes are not usable, with `skip_broken`.
 
@@ -55,7 +55,7 @@ class Recordings:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.path)!r}: {self.kind}, {len(self)} episodes)"
 
-    # ------------------------------------------------------------------ what users call
+    # ------------------------------------------------------------------ for users
     def episode(self, index: int) -> dict[str, np.ndarray]:
         """{feature: (T, ...)} of one episode, checked against `features` and `lengths`."""
         with self._naming(index):

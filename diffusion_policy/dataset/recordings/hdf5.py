@@ -1,4 +1,4 @@
-"""What the readers of HDF5 recordings share."""
+"""Helpers of the readers of HDF5 recordings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the LeRobotDataset formats share: meta/info.json, features, and the files of an episode."""
+"""Base of the LeRobotDataset formats: meta/info.json, features, and the files of an episode."""
 
 from __future__ import annotations
 

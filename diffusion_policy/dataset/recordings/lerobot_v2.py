@@ -80,4 +80,4 @@ def read_lines(file: Path) -> Iterator[dict[str, Any]]:
     except (ValueError, RecursionError, OSError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{file} is not made of lines of JSON, or was cut short: {error}.") from error
+        raise DataError(f"{file} is not JSON lines, or was cut short: {error}.") from error

@@ -81,7 +81,7 @@ class LeRobotV3Recordings(LeRobotRecordings):
     def _columns(self, index: int, columns: Mapping[str, list[int]]) -> dict[str, np.ndarray]:
         arrays = super()._columns(index, {**columns, "episode_index": []})
         if (arrays.pop("episode_index") != self.places[index]["episode_index"]).any():
-            raise DataError("its rows belong to another episode: the data do not fit to meta/episodes.")
+            raise DataError("its rows belong to another episode: the data do not match meta/episodes.")
         return arrays
 
     def _video(self, index: int, camera: str) -> tuple[Path, float]:

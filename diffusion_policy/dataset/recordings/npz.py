@@ -100,7 +100,7 @@ def _headers(file: Path) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         with zipfile.ZipFile(file) as archive:
             for info in archive.infolist()[:1000]:
                 if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                    raise DataError(f"{file}: {info.filename} is compressed in another way than deflate.")
+                    raise DataError(f"{file}: {info.filename} is compressed by a method other than deflate.")
                 with archive.open(info) as member:
                     version = np.lib.format.read_magic(member)
                     read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}

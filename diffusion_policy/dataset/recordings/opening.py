@@ -1,4 +1,4 @@
-"""Recognising what a path holds."""
+"""Detection of the format of a path."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def open_recordings(path: str | os.PathLike, skip_broken: bool = False) -> Recor
 
     Args:
         path: a folder or a file.
-        skip_broken: leave out episodes that cannot be read instead of raising an error; `left_out` tells why. All
+        skip_broken: leave out episodes that cannot be read instead of raising an error; `left_out` says why. All
             numbers are then read once here.
     """
     place = Path(path).expanduser()

@@ -71,7 +71,7 @@ class ReplayBufferRecordings(Recordings):
             with np.errstate(invalid="ignore"):
                 whole = images.astype(np.uint8)
             if not np.array_equal(whole, images):
-                raise DataError(f"data/{camera} holds other values than whole numbers from 0 to 255: store uint8.")
+                raise DataError(f"data/{camera} holds values other than whole numbers from 0 to 255: store uint8.")
             yield whole
 
 

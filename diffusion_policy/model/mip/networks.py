@@ -45,7 +45,7 @@ class StateEncoder(nn.Module):
         self.mlp = nn.Sequential(*hidden, nn.Linear(widths[-1], n_obs_steps * emb_dim))
 
     def set_normalizer(self, field: Any) -> None:
-        """Tell the features how observations are normalised."""
+        """Pass the observations' normalisation on to the features."""
         if hasattr(self, "features"):
             self.features.set_normalizer(field)
 
