@@ -325,6 +325,17 @@ def test_the_estimate_is_said_once_after_the_first_steps(monkeypatch):
     assert said == ["the remaining 9893 steps take about 2 h 45 min, without evaluations"]
 
 
+def test_a_preset_for_gpus_is_announced_on_a_cpu(tmp_path):
+    words = ["--config-name=train_idp_mlp_lowdim", "preset=paper", "task.dataset.zarr_path=/nowhere.zarr"]
+    words.append(override("hydra.run.dir", tmp_path / "a (b)"))
+    answer = in_fork("train.py", words)
+    line, advised = answer.out.splitlines()[:2]
+    assert answer.code == 2 and line == "preset=paper is made for a GPU; on this CPU use"
+    assert shlex.split(advised)[2:] == [words[0], *words[2:], "preset=cpu"]
+    answer = in_fork("train.py", [words[0], "preset=cpu", *words[2:]])
+    assert answer.code == 2 and "GPU" not in answer.out
+
+
 @pytest.mark.parametrize(
     "seconds, text",
     [(10, "1 min"), (600, "10 min"), (12_000, "3 h 20 min"), (90_000, "1 day 1 h"), (1e6, "11 days 13 h")],

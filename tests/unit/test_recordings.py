@@ -117,8 +117,8 @@ def test_npz(tmp_path):
     np.testing.assert_array_equal(found.episode(1)["action"], make.episode(6, 1)["action"])
 
 
-def test_the_g1_recording(repo_root):
-    path = repo_root / "data/g1_pick_bottle"
+def test_the_g1_recording():
+    path = ROOT / "data/g1_pick_bottle"  # see benchmarks/studies/own_data.yaml
     if not path.is_dir():
         pytest.skip("the recording of a Unitree G1 is not here")
     found = open_recordings(path)
