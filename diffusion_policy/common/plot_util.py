@@ -55,7 +55,11 @@ def plot_learning_curve(log_path: str | pathlib.Path, image_path: str | pathlib.
             if points:
                 axis.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 50 else None)
         axis.set(xlabel="training step", ylabel=label, **style)
-        if axis.get_yscale() == "log":
+        low, high = axis.dataLim.intervaly
+        if axis.get_yscale() == "log" and low <= high < 2 * low:
+            axis.set_yscale("linear")  # the labels of a logarithmic axis would be equal
+            axis.ticklabel_format(axis="y", useOffset=False)
+        elif axis.get_yscale() == "log":
             axis.yaxis.set_major_formatter(LogFormatter())
             axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))
         axis.grid(alpha=0.3)

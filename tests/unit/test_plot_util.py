@@ -46,5 +46,31 @@ def test_scores_of_all_sets_of_starts(panels):
     assert shown["mean score"] == ["heldout starts", "test starts"]
 
 
+def test_numbers_on_an_axis_differ(monkeypatch, panels):
+    from matplotlib.figure import Figure
+
+    labels = {}
+    save = Figure.savefig
+
+    def keep(figure, *a, **k):
+        save(figure, *a, **k)
+        for axis in figure.axes:
+            low, high = axis.get_ylim()
+            ticks = [*axis.yaxis.get_major_ticks(), *axis.yaxis.get_minor_ticks()]
+            seen = [tick.label1.get_text() for tick in ticks if low <= tick.get_loc() <= high]
+            labels[axis.get_ylabel()] = [text for text in seen if text]
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    panels(
+        [
+            {"global_step": step, "train_loss": 10.0 ** -step, "train_action_mse_error": 38540 - 5 * step}
+            for step in range(4)
+        ]
+    )
+    assert len(labels) == 2
+    for shown in labels.values():
+        assert len(set(shown)) == len(shown) > 2
+
+
 def test_an_empty_log(panels):
     assert panels([]) == {"loss": []}
