@@ -63,7 +63,7 @@ def test_numbers_on_an_axis_differ(monkeypatch, panels):
     monkeypatch.setattr(Figure, "savefig", keep)
     panels(
         [
-            {"global_step": step, "train_loss": 10.0 ** -step, "train_action_mse_error": 38540 - 5 * step}
+            {"global_step": step, "train_loss": 10.0**-step, "train_action_mse_error": 38540 - 5 * step}
             for step in range(4)
         ]
     )
