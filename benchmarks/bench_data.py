@@ -14,7 +14,7 @@ import numpy as np
 from omegaconf import DictConfig
 from torch.utils.data import default_collate
 
-from benchmarks.common import TrainingStep, interleaved, make_policy, ratio, row
+from benchmarks.common import TrainingStep, fetch_and_step, interleaved, ratio, row
 from benchmarks.data import write_robomimic
 from benchmarks.soak import measure
 from diffusion_policy.common.batch_stream import BatchStream
@@ -177,23 +177,9 @@ def _image_share(steps: int, rounds: int, workers: int = 2) -> dict:
         )
         cfg = image_config(str(path))
         dataset = hydra.utils.instantiate(cfg.task.dataset)
-        policy = make_policy(cfg.policy, dataset.get_normalizer()).train()
-        optimizer = hydra.utils.instantiate(cfg.optimizer, params=policy.parameters(), _convert_="all")
-        batches = BatchStream(dataset, cfg.dataloader.batch_size, drop_last=True, num_workers=workers).batches()
         alone = BatchStream(dataset, cfg.dataloader.batch_size, drop_last=True).batches()
-        held = {}
-
-        def fetch():
-            held["batch"] = next(batches)
-
-        def step():
-            policy.compute_loss(held["batch"]).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-        times = interleaved(
-            "data, images", {"fetch": fetch, "step": step, "alone": lambda: next(alone)}, rounds, warmup=2
-        )
+        tasks = fetch_and_step(cfg, dataset, workers) | {"alone": lambda: next(alone)}
+        times = interleaved("data, images", tasks, rounds, warmup=2)
     return row(
         f"waiting for a batch of images, share of the IDP step, {workers} workers",
         100 * ratio(times["fetch"], times["step"]),

@@ -11,9 +11,8 @@ import hydra
 import numpy as np
 from omegaconf import OmegaConf
 
-from benchmarks.common import interleaved, make_policy, ratio, row
+from benchmarks.common import fetch_and_step, interleaved, ratio, row
 from benchmarks.recordings import CAMERA, write_lerobot_v2
-from diffusion_policy.common.batch_stream import BatchStream
 from diffusion_policy.common.config_util import config_dir, register_configs, register_resolvers
 from diffusion_policy.dataset.recorded_config import describe
 from diffusion_policy.dataset.recorded_frames import camera_frames
@@ -88,20 +87,7 @@ def _fetching(folder: pathlib.Path, rounds: int) -> dict:
     describe(cfg)
     OmegaConf.resolve(cfg)
     dataset = hydra.utils.instantiate(cfg.task.dataset)
-    policy = make_policy(cfg.policy, dataset.get_normalizer()).train()
-    optimizer = make_optimizer(cfg, policy)
-    batches = BatchStream(dataset, cfg.dataloader.batch_size, drop_last=True).batches()
-    held = {}
-
-    def fetch():
-        held["batch"] = next(batches)
-
-    def step():
-        policy.compute_loss(held["batch"]).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    times = interleaved("recordings, images", {"fetch": fetch, "step": step}, rounds, warmup=1)
+    times = interleaved("recordings, images", fetch_and_step(cfg, dataset), rounds, warmup=1)
     return row(
         "fetching a batch of a recording's frames, share of the IDP step",
         100 * ratio(times["fetch"], times["step"]),

@@ -19,8 +19,10 @@ from omegaconf import DictConfig
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
+from diffusion_policy.common.batch_stream import BatchStream
 from diffusion_policy.common.config_util import config_dir, register_configs, register_resolvers
 from diffusion_policy.model.common.normalizer import LinearNormalizer
+from diffusion_policy.workspace.optimizer import make_optimizer
 
 COMPARE = {"<=": operator.le, "<": operator.lt, ">=": operator.ge, ">": operator.gt}
 
@@ -151,7 +153,7 @@ class TrainingStep:
     def __init__(self, config: str, *overrides: str, batch: int | dict[str, torch.Tensor], **sizes: Any):
         self.policy, cfg = build(config, *overrides, **sizes)
         self.policy.train()
-        self.optimizer = hydra.utils.instantiate(cfg.optimizer, params=self.policy.parameters(), _convert_="all")
+        self.optimizer = make_optimizer(cfg, self.policy)
         self.batch = random_batch(batch, self.policy) if isinstance(batch, int) else batch
 
     def __call__(self) -> None:
@@ -165,6 +167,24 @@ class TrainingStep:
         self.policy.compute_loss(batch).backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+def fetch_and_step(cfg: Any, dataset: Any, workers: int = 0) -> dict[str, Callable[[], None]]:
+    """Two callables: `fetch` takes the next batch from a stream, `step` trains the configuration's policy on it."""
+    policy = make_policy(cfg.policy, dataset.get_normalizer()).train()
+    optimizer = make_optimizer(cfg, policy)
+    batches = BatchStream(dataset, cfg.dataloader.batch_size, drop_last=True, num_workers=workers).batches()
+    held = {}
+
+    def fetch() -> None:
+        held["batch"] = next(batches)
+
+    def step() -> None:
+        policy.compute_loss(held["batch"]).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return {"fetch": fetch, "step": step}
 
 
 # ---------------------------------------------------------------------- evaluations

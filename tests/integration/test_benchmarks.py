@@ -5,14 +5,17 @@ import os
 import subprocess
 import sys
 
+import hydra
 import pytest
 import torch
 
 from benchmarks import bench_distributed, latency
 from benchmarks.__main__ import BENCHMARKS, machine, main, table, write
 from benchmarks.bench_geometry import ACTION_DIM, FEATURES, HORIZON, expected_peak
-from benchmarks.common import Times, interleaved, make_policy, peak_bytes, ratio, row
+from benchmarks.common import Times, fetch_and_step, interleaved, make_policy, peak_bytes, ratio, row
+from benchmarks.data import write_pusht
 from idp_workspace.geometry import geometry_excess
+from tests.util import load_config
 
 SIZE = 256
 MATRIX = 4 * SIZE**2
@@ -135,6 +138,17 @@ def test_a_missed_target_is_not_an_error(tmp_path, monkeypatch, capsys):
 def test_the_small_preset_fits_the_latency_benchmark(backbone):
     policy = make_policy(latency.policy_config(backbone, "cpu")).eval()
     assert policy.predict_action({"obs": torch.zeros(1, 2, 19)})["action"].shape == (1, 8, 10)
+
+
+def test_batches_of_a_small_run_are_fetched_and_trained_on(tmp_path):
+    """With the optimiser of the preset, which divides the parameters into groups."""
+    data = write_pusht(tmp_path / "pusht.zarr")
+    cfg = load_config("train_idp_mlp_lowdim", "preset=cpu", f"task.dataset.zarr_path={data}")
+    tasks = fetch_and_step(cfg, hydra.utils.instantiate(cfg.task.dataset))
+    with pytest.raises(KeyError):
+        tasks["step"]()
+    for name in ("fetch", "step"):
+        tasks[name]()
 
 
 def test_every_name_has_a_module(repo_root):
