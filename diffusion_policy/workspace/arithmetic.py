@@ -1,4 +1,4 @@
-"""How a device computes: the precision of the networks, TF32, and torch.compile."""
+"""Arithmetic of a device: the precision of the networks, TF32, and torch.compile."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
 
 
 def make_scaler(device: torch.device, precision: str) -> Any:
-    """What keeps small gradients from vanishing in float16; None for other types."""
+    """The scaler that keeps small gradients from vanishing in float16; None for other types."""
     return torch.amp.GradScaler(device.type) if precision == "fp16" else None

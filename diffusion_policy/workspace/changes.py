@@ -1,4 +1,4 @@
-"""What a resumed run may change."""
+"""Comparison of a resumed run's settings with those of its checkpoint."""
 
 from __future__ import annotations
 

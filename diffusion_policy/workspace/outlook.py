@@ -1,4 +1,4 @@
-"""What a run says about its length before it has taken long."""
+"""How long a run will take, printed early."""
 
 from __future__ import annotations
 
