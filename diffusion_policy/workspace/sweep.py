@@ -42,7 +42,7 @@ class Outcomes(Callback):
 
 
 class Sweep:
-    """Collects the outcome of the run, or of the runs of `--multirun`. Hydra starts the next run although one failed."""
+    """Collects the outcomes of `--multirun`, or of a single run. Hydra starts the next run although one failed."""
 
     folder: pathlib.Path | None = None
     """Of a sweep whose runs are other processes."""
