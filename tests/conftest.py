@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
 os.environ.setdefault("WANDB_MODE", "disabled")
 
+import hypothesis
 import pytest
 import torch
 
@@ -16,6 +17,8 @@ from diffusion_policy.gym_util.mujoco_point_cloud import choose_renderer
 
 choose_renderer()  # before a test module imports robosuite, which would choose a GPU renderer
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("any_machine", deadline=None)  # a busy one is slow at any example
+hypothesis.settings.load_profile("any_machine")
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
@@ -62,6 +65,15 @@ def human_pusht() -> pathlib.Path:
     if not path.is_dir():
         pytest.skip("the human PushT demonstrations are not beside this checkout")
     return path
+
+
+@pytest.fixture(scope="session")
+def g1_recording() -> pathlib.Path:
+    """The public recording of a Unitree G1 that benchmarks/studies/own_data.yaml names."""
+    for path in (ROOT / "data/g1_pick_bottle", SHARED / "data/g1_pick_bottle"):
+        if path.is_dir():
+            return path
+    pytest.skip("the recording of a Unitree G1 is not here")
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from diffusion_policy.dataset.conversion.lerobot_stats import episode_stats, tot
 from diffusion_policy.dataset.recorded_dataset import RecordedDataset
 from diffusion_policy.dataset.recordings import open_recordings
 from diffusion_policy.scripts import inspect_data
-from tests.util import ROOT, equal
+from tests.util import equal
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +65,8 @@ def test_from_v2_to_zarr_to_v3_and_back(lerobot, tmp_path, monkeypatch, split):
         assert np.abs(frames[2].astype(int) - frames[1]).mean() < 6
 
 
-def test_the_g1_recording(tmp_path):
-    path = ROOT / "data/g1_pick_bottle"  # see benchmarks/studies/own_data.yaml
-    if not path.is_dir():
-        pytest.skip("the recording of a Unitree G1 is not here")
-    original = open_recordings(path)
+def test_the_g1_recording(g1_recording, tmp_path):
+    original = open_recordings(g1_recording)
     original.keep([14, 10])
     to_zarr(original, tmp_path / "a.zarr", quiet=True)
     to_lerobot(open_recordings(tmp_path / "a.zarr"), tmp_path / "v3", quiet=True)

@@ -121,7 +121,7 @@ def test_no_gradient_flows():
 
 
 @given(st.integers(2, 40), st.integers(1, 5), st.integers(1, 6), st.integers(0, 10_000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_m_is_finite_and_not_negative(b, h, d, seed):
     features, actions = batch(b, 7, h, d, seed)
     if seed % 3 == 0:

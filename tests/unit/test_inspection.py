@@ -14,7 +14,6 @@ from diffusion_policy.dataset.inspection.text import GUESSED, printable, report,
 from diffusion_policy.dataset.inspection.units import unit
 from diffusion_policy.dataset.recordings import open_recordings
 from diffusion_policy.scripts import inspect_data
-from tests.util import ROOT
 
 FPS = 20
 
@@ -256,11 +255,8 @@ def test_the_command_for_images(tmp_path):
     assert len(training_commands(facts)) == 1
 
 
-def test_the_g1_recording(tmp_path, capsys):
-    path = ROOT / "data/g1_pick_bottle"  # see benchmarks/studies/own_data.yaml
-    if not path.is_dir():
-        pytest.skip("the recording of a Unitree G1 is not here")
-    facts = measure(open_recordings(path), quiet=True)
+def test_the_g1_recording(g1_recording, tmp_path, capsys):
+    facts = measure(open_recordings(g1_recording), quiet=True)
     titles = "\n".join(finding.title for finding in find(facts))
     for words in ("76 of 100 episodes have no images", "action = observation.state 6 steps later (explains 99.0%)"):
         assert words in titles

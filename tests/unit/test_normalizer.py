@@ -138,7 +138,7 @@ columns = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(columns, min_size=1, max_size=4), st.sampled_from(["limits", "gaussian"]), st.booleans())
 def test_round_trip(cols, mode, fit_offset):
     data = torch.from_numpy(np.stack(cols, axis=-1))

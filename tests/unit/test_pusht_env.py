@@ -156,7 +156,7 @@ near = st.floats(156, 356)
 
 
 @given(x=near, y=near, angle=st.floats(-10, 10))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_shared_area_equals_shapely(x, y, angle):
     pose = (x, y, angle)
     expected = shapely_tee(GOAL).intersection(shapely_tee(pose)).area

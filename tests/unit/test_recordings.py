@@ -117,11 +117,8 @@ def test_npz(tmp_path):
     np.testing.assert_array_equal(found.episode(1)["action"], make.episode(6, 1)["action"])
 
 
-def test_the_g1_recording():
-    path = ROOT / "data/g1_pick_bottle"  # see benchmarks/studies/own_data.yaml
-    if not path.is_dir():
-        pytest.skip("the recording of a Unitree G1 is not here")
-    found = open_recordings(path)
+def test_the_g1_recording(g1_recording):
+    found = open_recordings(g1_recording)
     camera = "observation.images.cam_high"
     assert len(found) == 100 and sum(found.lengths) == 35_965 and found.fps == 30
     assert sum(found.has_frames(index, camera) for index in range(100)) == 24

@@ -96,7 +96,7 @@ def test_writes_upstreams_layout(golden_files, tmp_path):
 # Round trips
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.data())
 def test_storages_agree(lengths, data):
     values = [

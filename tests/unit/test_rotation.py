@@ -36,7 +36,7 @@ def test_upstream_s_numbers():
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.tuples(angles, angles, angles), st.sampled_from(["quaternion", "rotation_6d", "matrix"]))
 def test_round_trips(axis_angle, rep):
     transformer = RotationTransformer("axis_angle", rep)

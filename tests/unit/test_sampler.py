@@ -71,7 +71,7 @@ def test_chunk_sizes_are_upstreams(upstream):
 lengths = st.lists(st.integers(1, 12), min_size=1, max_size=5)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(lengths, st.integers(1, 9), st.integers(-2, 12), st.integers(-2, 12), st.randoms())
 def test_windows(lengths, horizon, pad_before, pad_after, random):
     mask = np.array([random.random() < 0.7 for _ in lengths])
