@@ -154,6 +154,8 @@ def installed(module: str) -> bool:
 
 def train(cfg: DictConfig) -> Any:
     """Run the workspace of a composed config; returns its summary."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
     from omegaconf import OmegaConf
 
     from diffusion_policy.workspace.base_workspace import BaseWorkspace
@@ -171,7 +173,8 @@ def train(cfg: DictConfig) -> Any:
         raise ConfigError("the config has no _target_, the workspace to run; --help lists the configs")
     announce_preset(cfg)
     workspace = get_class(cfg._target_, BaseWorkspace)(cfg)
-    gc.freeze()  # what the imports created stays: later collections need not look at it
+    if HydraConfig.get().mode is not RunMode.MULTIRUN:  # members of a sweep end before the process does
+        gc.freeze()  # what the imports created stays: later collections need not look at it
     gc.enable()
     return workspace.run()
 
