@@ -53,7 +53,7 @@ def contestants(options: argparse.Namespace, checkpoint: pathlib.Path) -> tuple[
     for path in options.baseline:
         other = Bundle.open(find_checkpoint(path), options.trust_checkpoint)
         if other.policy.obs_shapes() != bundle.policy.obs_shapes():
-            raise ConfigError(f"--baseline {path} observes something else than {options.checkpoint}")
+            raise ConfigError(f"--baseline {path} has other observations than {options.checkpoint}")
         policies[f"{name_of(other)} ({path})"] = other.policy
     if not options.baseline:
         section = OmegaConf.create(bundle.payload["cfg"]).policy

@@ -1,4 +1,4 @@
-"""What every objective shares: the generator, normalisation, and the interface of upstream's policies."""
+"""Base of all objectives: the generator, normalisation, and the interface of upstream's policies."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class IDPOptions(Geometry):
     def lambda_at(self, progress: float) -> float:
         """Return the weight of the probe when `progress` of the training is done.
 
-        In a short training the gradient noise of a probe with weight 81 drowns the proposal. A ramp grows the weight
+        In a short training the gradient noise of a probe with weight 81 hides the proposal. A ramp grows the weight
         while the learning rate falls: lambda_start^(1-p) lambda_prox^p, p from 0 at ramp_from to 1 at ramp_until.
         """
         final = self.final_lambda()

@@ -129,7 +129,7 @@ class MeanFlowPolicy(GeneratorPolicy):
         return loss + o.dispersive * sum(dispersion(z) for z in features)
 
     def longest_interval(self) -> float:
-        """Return delta of `mf` at the present progress of the training; 1 if the training loop does not tell it."""
+        """Return delta of `mf` at the present progress of the training; 1 if the training loop does not report it."""
         o = self.options
         if self.progress is None:
             return 1.0

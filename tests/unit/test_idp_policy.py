@@ -345,7 +345,7 @@ def test_lambda_schedule_grows_to_the_paper_s_value():
         policy.set_progress(progress)
         seen.append(policy.current_lambda())
     assert seen == pytest.approx([1.0, 1.0, 9.0, 81.0, 81.0])
-    # A loop that does not tell the progress, as upstream's, trains with the final weight.
+    # A loop that does not report the progress, as upstream's, trains with the final weight.
     assert make(lambda_schedule="ramp").current_lambda() == pytest.approx(81.0)
     assert make().current_lambda() == pytest.approx(81.0)
     assert make(lambda_prox=5.0).current_lambda() == 5.0
