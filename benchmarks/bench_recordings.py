@@ -17,7 +17,6 @@ from diffusion_policy.common.config_util import config_dir, register_configs, re
 from diffusion_policy.dataset.recorded_config import describe
 from diffusion_policy.dataset.recorded_frames import camera_frames
 from diffusion_policy.dataset.recordings import open_recordings
-from diffusion_policy.workspace.optimizer import make_optimizer
 
 FPS, HEIGHT, WIDTH = 30, 480, 640
 SIZE = (96, 128)  # of the cached frames
