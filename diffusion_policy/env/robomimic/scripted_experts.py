@@ -12,6 +12,7 @@ from diffusion_policy.common.errors import ConfigError
 from diffusion_policy.env.robomimic.experts.base import REACH, TURN, PoseExpert, ScriptedExpert
 from diffusion_policy.env.robomimic.experts.pick import CanExpert, LiftExpert
 from diffusion_policy.env.robomimic.experts.square import SquareExpert
+from diffusion_policy.env.robomimic.experts.tool_hang import ToolHangExpert
 
 
 def env_args(task: str) -> dict[str, Any]:
@@ -62,7 +63,12 @@ TASKS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-EXPERTS: dict[str, type[ScriptedExpert] | type[PoseExpert]] = {"lift": LiftExpert, "can": CanExpert, "square": SquareExpert}
+EXPERTS: dict[str, type[ScriptedExpert] | type[PoseExpert]] = {
+    "lift": LiftExpert,
+    "can": CanExpert,
+    "square": SquareExpert,
+    "tool_hang": ToolHangExpert,
+}
 
 
 def make_expert(task: str, rng: np.random.Generator) -> ScriptedExpert | PoseExpert:

@@ -25,9 +25,10 @@ class SquareExpert(PoseExpert):
         self.detour = rng.normal(0.0, [0.04, 0.04, 0.02])  # of the way to the nut
         self.bend = rng.normal(0.0, [0.04, 0.04, 0.02])  # and to the peg
         self.squeeze = rng.integers(7, 14)
-        self.carry = rng.uniform(1.05, 1.12)
+        self.carry = rng.uniform(1.01, 1.08)
         self.other_side = rng.random() < 0.5  # of the two ways to grasp the handle, if both are easy
         self.yaw: float | None = None  # of the hand at the nut
+        self.grasped = np.zeros(2)  # the hand, when it lifts the nut
         self.side: float | None = None  # the nut's direction on the peg, a multiple of a right angle
 
     def again(self, obs: Obs) -> str | None:
@@ -83,9 +84,10 @@ class SquareExpert(PoseExpert):
 
     def up(self, obs: Obs) -> Goal:
         hand = obs["robot0_eef_pos"]
-        return Goal(
-            np.array([hand[0], hand[1], self.carry]), Rotation.identity(), CLOSE, hand[2] > self.carry - 0.04, calm=0.5
-        )
+        if self.waited == 0:
+            self.grasped = hand[:2] + 0.04 * (PEG - hand[:2])
+        target = np.array([*self.grasped, self.carry])
+        return Goal(target, self.align(obs)[1], CLOSE, hand[2] > self.carry - 0.04, calm=0.5)
 
     def over(self, obs: Obs) -> Goal:
         hand = obs["robot0_eef_pos"]
