@@ -1,4 +1,4 @@
-"""Demonstrations of Lift, Can and Square by scripted experts, in robomimic's hdf5 layout.
+"""Demonstrations of Lift, Can, Square and Tool-Hang by scripted experts, in robomimic's hdf5 layout.
 
     python -m diffusion_policy.scripts.generate_robomimic_demos --task lift --episodes 200
     python -m diffusion_policy.scripts.generate_robomimic_demos --task lift --episodes 100 --obs image
@@ -30,7 +30,7 @@ _env: RobosuiteTask  # of a worker process
 CAMERAS = ("agentview", "robot0_eye_in_hand")
 LOWDIM = ("object", "robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos", "robot0_joint_pos", "robot0_joint_vel")
 SIZE = 84
-MAX_STEPS = 400
+MAX_STEPS = {"tool_hang": 700}  # of an attempt, as in the tasks' configurations; others 400
 STEPS_AFTER = 5  # steps recorded after the success
 
 
@@ -109,7 +109,7 @@ def _episode(task: str, seed: int, images: bool) -> tuple[bool, dict[str, np.nda
     observation, expert = _env.reset(seed), make_expert(task, np.random.default_rng(seed))
     steps: list[dict] = []
     left: int | None = None
-    while len(steps) < MAX_STEPS and left != 0:
+    while len(steps) < MAX_STEPS.get(task, 400) and left != 0:
         action = expert.act(observation)
         step = {
             "states": _env.get_state()["states"],

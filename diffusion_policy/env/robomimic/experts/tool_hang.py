@@ -15,6 +15,15 @@ HOLE = np.array([0.0, 0.045, 0.155])
 BOTTOM = 0.15  # depth of the hole
 RING = np.array([-0.0935, 0.0, 0.0])
 # The frame stands with its bar away from the robot: in the other directions an arm's joint reaches its limit.
+WAY = np.array(  # of the ring around the post: slope, inward, high as in `ring_at`; between, 1 mm is free
+    [
+        [0.0, 0.0035, 0.009],
+        [np.deg2rad(40), 0.0035, 0.005],
+        [np.deg2rad(50), 0.0047, 0.0025],
+        [np.deg2rad(50), 0.007, 0.001],
+        [np.deg2rad(50), 0.012, 0.0],
+    ]
+)
 UPRIGHT = Rotation.from_rotvec([0.0, 0.0, np.pi])
 
 
@@ -53,8 +62,22 @@ class ToolHangExpert(PoseExpert):
         self.detour = rng.normal(0.0, [0.03, 0.03, 0.015], size=(4, 3))
         self.squeeze = rng.integers(8, 15, size=2)
         self.carry = rng.uniform([1.18, 1.10], [1.22, 1.16])
-        self.slope = np.deg2rad(rng.uniform(15.0, 30.0))  # of the ring over the post
-        self.along = rng.uniform(0.014, 0.025)  # where the tool hangs, from the bar's end
+        self.slope = np.deg2rad(rng.uniform(14.0, 24.0))  # of the ring over the post
+        self.still = 0  # steps for which the hand has been near its goal
+        self.done = 0.0  # part of the way around the post
+
+    def again(self, obs: Obs) -> str | None:
+        if self.waited <= self.patience:
+            return None
+        if obs["object"][-2] == 0.0:  # the frame does not stand
+            return "above_frame"
+        in_hand = self.stages[self.stage] in ("over_post", "lower", "tilt") and np.ptp(obs["robot0_gripper_qpos"]) > 0.02
+        return "over_post" if in_hand else "above_tool"
+
+    def steady(self, near: bool | np.bool_) -> bool:
+        """Whether the last four observations were near."""
+        self.still = self.still + 1 if near else 0
+        return self.still >= 4
 
     # ------------------------------------------------------------------ what is where
     def hand(self, obs: Obs) -> tuple[np.ndarray, Rotation]:
@@ -115,7 +138,7 @@ class ToolHangExpert(PoseExpert):
     def over_stand(self, obs: Obs) -> Goal:
         way, turn = self.align_frame(obs)
         way = way + [0.0, 0.0, 0.02]
-        near = np.linalg.norm(way) < 0.004 and turn.magnitude() < 0.02
+        near = self.steady(np.linalg.norm(way) < 0.003 and turn.magnitude() < 0.02)
         target = self.approach(obs, obs["robot0_eef_pos"] + way, 1)
         return Goal(target, turn, CLOSE, near, calm=0.2)
 
@@ -188,26 +211,31 @@ class ToolHangExpert(PoseExpert):
         return point - position - rotation.apply(RING), wanted * rotation.inv()
 
     def over_post(self, obs: Obs) -> Goal:
-        way, turn = self.ring_at(obs, 0.004, 0.045, self.slope)
-        near = np.linalg.norm(way) < 0.004 and turn.magnitude() < 0.04
-        return Goal(self.approach(obs, obs["robot0_eef_pos"] + way, 3), turn, CLOSE, near, calm=0.3)
+        way, turn = self.ring_at(obs, 0.0035, 0.045, self.slope)
+        near = self.steady(np.linalg.norm(way) < 0.004 and turn.magnitude() < 0.04)
+        return Goal(self.approach(obs, obs["robot0_eef_pos"] + way, 3), turn, CLOSE, near, calm=0.1)
 
     def lower(self, obs: Obs) -> Goal:
-        way, turn = self.ring_at(obs, 0.004, 0.009, self.slope)
-        if np.linalg.norm(way[:2]) > 0.004:
-            way[2] = 0.0
-        return Goal(obs["robot0_eef_pos"] + way, turn, CLOSE, np.linalg.norm(way) < 0.004, 0.3, 0.1)
+        way, turn = self.ring_at(obs, *WAY[0, 1:], self.slope)
+        down = way[2] if np.linalg.norm(way[:2]) < 0.003 else 0.0
+        target = obs["robot0_eef_pos"] + [way[0], way[1], np.clip(down, -0.01, 0.01)]
+        self.done = 0.0
+        return Goal(target, turn, CLOSE, self.steady(np.linalg.norm(way) < 0.002), calm=0.05)
 
     def tilt(self, obs: Obs) -> Goal:
-        steep = np.deg2rad(50.0)
-        done = min(1.0, self.waited / 25)
-        slope = self.slope + done * (steep - self.slope)
-        inward, high = np.interp(done, [0.0, 0.8, 1.0], [0.004, 0.005, 0.0065]), np.interp(done, [0, 0.8], [0.009, 0.0045])
-        if self.waited > 25:
-            more = min(1.0, (self.waited - 25) / 15)
-            inward, high = 0.0065 + more * (self.along - 0.0065), 0.0045 - more * 0.0045
-        way, turn = self.ring_at(obs, inward, high, slope)
-        return Goal(obs["robot0_eef_pos"] + way, turn, CLOSE, self.waited > 50, 0.5, 0.1)
+        slopes, inwards, heights = WAY.T
+        slopes = np.concatenate([[self.slope], slopes[1:]])
+        at = np.arange(len(WAY))
+        way, turn = self.ring_at(
+            obs,
+            np.interp(self.done, at, inwards),
+            np.interp(self.done, at, heights),
+            np.interp(self.done, at, slopes),
+        )
+        near = 0.003 if self.done < 2.5 else 0.006  # around the bar there is room
+        if np.linalg.norm(way) < near and turn.magnitude() < 0.1:
+            self.done += 0.1 * self.speed
+        return Goal(obs["robot0_eef_pos"] + way, turn, CLOSE, self.done > at[-1], calm=0.05)
 
     def release_tool(self, obs: Obs) -> Goal:
         return Goal(obs["robot0_eef_pos"], Rotation.identity(), OPEN, self.waited >= 5, calm=0.0)
