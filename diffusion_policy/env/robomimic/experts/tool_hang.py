@@ -19,9 +19,9 @@ WAY = np.array(  # of the ring around the post: slope, inward, high as in `ring_
     [
         [0.0, 0.0035, 0.009],
         [np.deg2rad(40), 0.0035, 0.005],
-        [np.deg2rad(50), 0.0047, 0.0025],
-        [np.deg2rad(50), 0.007, 0.001],
-        [np.deg2rad(50), 0.012, 0.0],
+        [np.deg2rad(47), 0.0047, 0.0025],
+        [np.deg2rad(47), 0.007, 0.001],
+        [np.deg2rad(47), 0.012, 0.0],
     ]
 )
 UPRIGHT = Rotation.from_rotvec([0.0, 0.0, np.pi])
@@ -232,10 +232,11 @@ class ToolHangExpert(PoseExpert):
             np.interp(self.done, at, heights),
             np.interp(self.done, at, slopes),
         )
-        near = 0.003 if self.done < 2.5 else 0.006  # around the bar there is room
-        if np.linalg.norm(way) < near and turn.magnitude() < 0.1:
+        if np.linalg.norm(way) < 0.003 and turn.magnitude() < 0.1:
             self.done += 0.1 * self.speed
-        return Goal(obs["robot0_eef_pos"] + way, turn, CLOSE, self.done > at[-1], calm=0.05)
+        inward, _, high = self.frame(obs)[1].inv().apply(self.ring_at(obs, 0.01, 0.0, 0.0)[0])
+        around = inward < 0.0 and abs(high) < 0.004  # the arm may be stretched too far for the last of the way
+        return Goal(obs["robot0_eef_pos"] + way, turn, CLOSE, around or self.done > at[-1], calm=0.05)
 
     def release_tool(self, obs: Obs) -> Goal:
         return Goal(obs["robot0_eef_pos"], Rotation.identity(), OPEN, self.waited >= 5, calm=0.0)
