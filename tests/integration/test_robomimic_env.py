@@ -19,6 +19,7 @@ pytest.importorskip("robosuite")
 
 from diffusion_policy.common.arm_actions import encode_rotations
 from diffusion_policy.common.errors import ConfigError, DataError
+from diffusion_policy.env.robomimic.experts.square import EASY
 from diffusion_policy.env.robomimic.robomimic_image_wrapper import RobomimicImageWrapper
 from diffusion_policy.env.robomimic.robomimic_lowdim_wrapper import RobomimicLowdimWrapper
 from diffusion_policy.env.robomimic.robosuite_task import SCENE_SEED, RobosuiteTask, seeded
@@ -239,16 +240,74 @@ def test_numpy_s_own_random_numbers_are_left_alone(lift):
 
 
 # ---------------------------------------------------------------------- experts, demonstrations, absolute actions
-@pytest.mark.parametrize("task, episodes", [("lift", 4), ("can", 2), ("square", 1)])
-def test_experts_succeed(task, episodes):
+def play(env, expert, observation, limit):
+    """Act until the task is solved; the steps for which the hand stood still longest."""
+    still, longest, before = 0, 0, observation
+    for _ in range(limit):
+        before, (observation, _, _, _) = observation, env.step(expert.act(observation))
+        moved = np.linalg.norm(observation["robot0_eef_pos"] - before["robot0_eef_pos"])
+        turned = 1 - abs(observation["robot0_eef_quat"] @ before["robot0_eef_quat"])
+        still = still + 1 if moved < 5e-4 and turned < 1e-6 else 0
+        longest = max(longest, still)
+        if env.is_success()["task"]:
+            break
+    return longest
+
+
+@pytest.mark.parametrize(
+    "task, seeds, limit",
+    [("lift", range(500, 504), 400), ("can", range(500, 502), 400), ("square", [500, 501], 400), ("tool_hang", [22], 700)],
+)
+def test_experts_succeed(task, seeds, limit):
     env = RobosuiteTask(env_args(task))
-    for seed in range(500, 500 + episodes):
-        observation, expert = env.reset(seed), make_expert(task, np.random.default_rng(seed))
-        for _ in range(400):
-            observation, _, _, _ = env.step(expert.act(observation))
-            if env.is_success()["task"]:
-                break
+    for seed in seeds:
+        longest = play(env, make_expert(task, np.random.default_rng(seed)), env.reset(seed), limit)
         assert env.is_success()["task"], seed
+        assert longest < 60, f"seed {seed} stands still for {longest} steps"
+
+
+def test_an_expert_that_loses_the_nut_takes_it_again():
+    env = RobosuiteTask(env_args("square"))
+    observation, expert = env.reset(500), make_expert("square", np.random.default_rng(500))
+    for _ in range(400):
+        if expert.stages[expert.stage] == "over":
+            break
+        observation, _, _, _ = env.step(expert.act(observation))
+    held = observation["object"][9]
+    for _ in range(12):
+        observation, _, _, _ = env.step(np.array([0, 0, 0, 0, 0, 0, -1.0]))
+    for _ in range(12):
+        observation, _, _, _ = env.step(np.array([0, 0, 0, 0, 0, 0, 1.0]))
+    assert observation["object"][9] < held - 0.1  # it lies on the table
+    play(env, expert, observation, 400)
+    assert env.is_success()["task"]
+
+
+def test_square_s_hand_stays_in_easy_directions_whatever_the_nut_s():
+    for angle in np.linspace(-np.pi, np.pi, 73):
+        ways = set()
+        for seed in range(8):
+            expert = make_expert("square", np.random.default_rng(seed))
+            expert.choose(angle)
+            turn = expert.side - angle
+            assert EASY[0] - 0.02 <= min(expert.yaw, expert.yaw + turn)
+            assert max(expert.yaw, expert.yaw + turn) <= EASY[1] + 0.02
+            assert np.sin(expert.yaw - angle) == pytest.approx(0.0, abs=1e-9)  # across the handle
+            assert np.cos(expert.side) < 0.1  # the handle does not point away from the robot
+            ways.add(round(expert.yaw, 6))
+        assert len(ways) in (1, 2)
+
+
+@pytest.mark.parametrize("task", ["square", "tool_hang"])
+def test_two_demonstrations_from_one_start_differ(task):
+    env = RobosuiteTask(env_args(task))
+    paths = []
+    for seed in (0, 1):
+        observation, expert = env.reset(3), make_expert(task, np.random.default_rng(seed))
+        for _ in range(20):
+            observation, _, _, _ = env.step(expert.act(observation))
+        paths.append(observation["robot0_eef_pos"])
+    assert np.linalg.norm(paths[0] - paths[1]) > 0.005
 
 
 def test_demonstrations_have_robomimic_s_layout_and_say_that_they_are_scripted(scripted_lift):
