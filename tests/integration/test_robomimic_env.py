@@ -256,7 +256,12 @@ def play(env, expert, observation, limit):
 
 @pytest.mark.parametrize(
     "task, seeds, limit",
-    [("lift", range(500, 504), 400), ("can", range(500, 502), 400), ("square", [500, 501], 400), ("tool_hang", [22], 700)],
+    [
+        ("lift", range(500, 504), 400),
+        ("can", range(500, 502), 400),
+        ("square", [500, 501], 400),
+        ("tool_hang", [22], 700),
+    ],
 )
 def test_experts_succeed(task, seeds, limit):
     env = RobosuiteTask(env_args(task))

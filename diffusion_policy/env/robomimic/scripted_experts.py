@@ -1,4 +1,4 @@
-"""Scripted experts that solve Lift, Can and Square, for demonstrations where no human ones are available.
+"""Scripted experts that solve Lift, Can, Square and Tool-Hang, for demonstrations where no human ones are available.
 
 An expert is a small state machine: in every stage the hand moves to a point above, at or away from the object, and the
 stage ends when the hand is there. Heights, offsets and speed are drawn for each episode, so that demonstrations differ.

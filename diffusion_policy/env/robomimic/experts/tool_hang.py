@@ -5,8 +5,8 @@ from scipy.spatial.transform import Rotation
 
 from diffusion_policy.env.robomimic.experts.base import CLOSE, OPEN, Goal, Obs, PoseExpert
 
-# Points of the frame, from the corner at which its observed pose is: the rod goes down, the bar in the direction -x, and
-# the bar's end has a post that points up.
+# Points of the frame, from the corner at which its observed pose is: the rod goes down, the bar in the direction -x,
+# and the bar's end has a post that points up.
 GRIP = np.array([0.0, 0.0, -0.034])
 TIP = np.array([0.0, 0.0, -0.2207])
 END = np.array([-0.0912, 0.0, 0.0])
@@ -14,7 +14,6 @@ END = np.array([-0.0912, 0.0, 0.0])
 HOLE = np.array([0.0, 0.045, 0.155])
 BOTTOM = 0.15  # depth of the hole
 RING = np.array([-0.0935, 0.0, 0.0])
-# The frame stands with its bar away from the robot: in the other directions an arm's joint reaches its limit.
 WAY = np.array(  # of the ring around the post: slope, inward, high as in `ring_at`; between, 1 mm is free
     [
         [0.0, 0.0035, 0.009],
@@ -24,12 +23,16 @@ WAY = np.array(  # of the ring around the post: slope, inward, high as in `ring_
         [np.deg2rad(47), 0.012, 0.0],
     ]
 )
+# The frame stands with its bar away from the robot: in the other directions an arm's joint reaches its limit.
 UPRIGHT = Rotation.from_rotvec([0.0, 0.0, np.pi])
 
 
 class ToolHangExpert(PoseExpert):
-    """Frame: above, down, grasp, lifted and raised upright, over the stand, in, open, away. Then the tool: above, down,
-    grasp, lifted, its ring over the post, lowered and tilted around the corner, along the bar, open, away."""
+    """Put the frame into the stand, then hang the tool on it.
+
+    Frame: above, down, grasp, lifted and raised upright, over the stand, in, open, away. Tool: above, down, grasp,
+    lifted, its ring over the post, lowered and tilted around the corner, along the bar, open, away.
+    """
 
     stages = (
         "above_frame",
@@ -71,7 +74,9 @@ class ToolHangExpert(PoseExpert):
             return None
         if obs["object"][-2] == 0.0:  # the frame does not stand
             return "above_frame"
-        in_hand = self.stages[self.stage] in ("over_post", "lower", "tilt") and np.ptp(obs["robot0_gripper_qpos"]) > 0.02
+        in_hand = (
+            self.stages[self.stage] in ("over_post", "lower", "tilt") and np.ptp(obs["robot0_gripper_qpos"]) > 0.02
+        )
         return "over_post" if in_hand else "above_tool"
 
     def steady(self, near: bool | np.bool_) -> bool:
@@ -197,6 +202,7 @@ class ToolHangExpert(PoseExpert):
         """Way and turn that bring the ring to a point of the plane of the frame.
 
         Args:
+            obs: the observation.
             inward: from the bar's end along the bar.
             high: above the bar's middle line.
             slope: angle of the ring's plane with the bar; 0 is around the post, a right angle around the bar.
@@ -232,8 +238,8 @@ class ToolHangExpert(PoseExpert):
             np.interp(self.done, at, heights),
             np.interp(self.done, at, slopes),
         )
-        if np.linalg.norm(way) < 0.003 and turn.magnitude() < 0.1:
-            self.done += 0.1 * self.speed
+        near = np.linalg.norm(way) < 0.003 and turn.magnitude() < 0.1
+        self.done += 0.1 * self.speed if near else 0.015  # where the ring is stuck, the hand pulls more and more
         inward, _, high = self.frame(obs)[1].inv().apply(self.ring_at(obs, 0.01, 0.0, 0.0)[0])
         around = inward < 0.0 and abs(high) < 0.004  # the arm may be stretched too far for the last of the way
         return Goal(obs["robot0_eef_pos"] + way, turn, CLOSE, around or self.done > at[-1], calm=0.05)
