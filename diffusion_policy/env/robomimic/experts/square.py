@@ -39,21 +39,20 @@ class SquareExpert(PoseExpert):
         """Centre of the nut (3,), its rotation, and the angle of its handle."""
         return obs["object"][7:10], Rotation.from_quat(obs["object"][10:14]), heading(obs["object"][10:14])
 
-    def choose(self, angle: float) -> None:
-        """Choose the nut's direction on the peg, and the hand's on the nut, so that both are easy to reach."""
+    def choose(self, angle: float) -> float:
+        """Choose the nut's direction on the peg, and return the hand's on the nut, so that both are easy to reach."""
         angles = np.pi / 2 * np.array([-2, -1, 1, 2])  # with the handle beyond the peg the hand is out of reach
         self.side = angles[np.abs(angles - angle).argmin()]
         low, high = EASY[0] + max(0.0, angle - self.side), EASY[1] + min(0.0, angle - self.side)
         ways = [way for way in angle + np.pi * np.arange(-2, 3) if low <= way <= high]
         ways = ways or [low + (angle - low) % np.pi]
-        self.yaw = ways[-1 if self.other_side else 0]
+        return float(ways[-1 if self.other_side else 0])
 
     def to_nut(self, obs: Obs) -> tuple[np.ndarray, Rotation]:
         """Point of the grasp, and the hand's turn to it."""
         middle, _, angle = self.nut(obs)
-        if self.yaw is None:
-            self.choose(angle)
-        self.yaw += whole_turn(2 * (angle - self.yaw)) / 2  # the nut may have moved
+        chosen = self.choose(angle) if self.yaw is None else self.yaw
+        self.yaw = chosen + whole_turn(2 * (angle - chosen)) / 2  # the nut may have moved
         hand = Rotation.from_quat(obs["robot0_eef_quat"])
         now = heading(obs["robot0_eef_quat"])
         now += 2 * np.pi * (now < EASY[0] - 0.5)

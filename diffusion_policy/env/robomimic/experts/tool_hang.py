@@ -222,7 +222,7 @@ class ToolHangExpert(PoseExpert):
         return Goal(self.approach(obs, obs["robot0_eef_pos"] + way, 3), turn, CLOSE, near, calm=0.1)
 
     def lower(self, obs: Obs) -> Goal:
-        way, turn = self.ring_at(obs, *WAY[0, 1:], self.slope)
+        way, turn = self.ring_at(obs, WAY[0, 1], WAY[0, 2], self.slope)
         down = way[2] if np.linalg.norm(way[:2]) < 0.003 else 0.0
         target = obs["robot0_eef_pos"] + [way[0], way[1], np.clip(down, -0.01, 0.01)]
         self.done = 0.0
