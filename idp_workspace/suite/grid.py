@@ -94,8 +94,10 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
             key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
-            if key in seen and key != "<<":
+            if key in seen:
                 raise ConfigError(f"{key!r} appears twice (line {key_node.start_mark.line + 1})")
             seen.add(key)
         return super().construct_mapping(node, deep)
@@ -186,8 +188,6 @@ def merged(data: dict[str, Any], change: dict[str, Any], path: pathlib.Path) -> 
             for name in change[key]:
                 one_of(f"{path}: {key}", name, data[key])
             out[key] = {name: data[key][name] for name in change[key]}
-        elif isinstance(change.get(key), dict):
-            out[key] = mapping(data.get(key, {})) | change[key]
     return out
 
 
