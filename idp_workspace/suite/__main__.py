@@ -166,7 +166,7 @@ def index(options: argparse.Namespace) -> None:
     """Write the front page of results/."""
     from idp_workspace.suite.index import write_index
 
-    write_index(options.results)
+    print(f"written to {write_index(options.results)}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -23,17 +23,17 @@ def of_suite(suite: Suite, rows: Sequence[Row], command: str) -> list[dict[str, 
         )
         if claim.get("minus", "") is not None
     ]
-    found = [claim_of(claim, rows, command) for claim in stated]
+    found = [claim_of(claim, rows, command, bool(suite.claims)) for claim in stated]
     return [claim for claim in found if claim is not None]
 
 
-def claim_of(claim: dict[str, Any], rows: Sequence[Row], command: str) -> dict[str, Any] | None:
+def claim_of(claim: dict[str, Any], rows: Sequence[Row], command: str, stated: bool) -> dict[str, Any] | None:
     """A claim with its number; None if its runs are not there."""
     chosen = [row for row in rows if all(row[key] == claim[key] for key in ("task", "backbone") if key in claim)]
     mine = [row for row in chosen if row["method"] == claim.get("method") and row["score"] is not None]
     if not mine:
         return None
-    out: dict[str, Any] = {"claim": claim["text"], "command": command, "runs": len(mine)}
+    out: dict[str, Any] = {"claim": claim["text"], "command": command, "runs": len(mine), "stated": stated}
     if "minus" in claim:
         pair = statistics.paired(mine, [row for row in chosen if row["method"] == claim["minus"]])
         if pair is None:
