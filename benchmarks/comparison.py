@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from idp_workspace.suite.statistics import interval, scores_of
+
 
 def seed_table(study: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """Markdown, one line per run of the study, best first.
@@ -27,7 +29,7 @@ def seed_table(study: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         "|---" * (11 + len(also)) + "|",
     ]
     for name, group in sorted(groups.items(), key=lambda item: -score_of(item[1])):
-        low, high = interval(scores_of(group))
+        low, high = interval(np.array(scores_of(group)))
         each = " ".join(f"{row['score']:.3f}" for row in group)
         lines.append(
             f"| {name} | {score_of(group):.3f} | {low:.3f} to {high:.3f} "
@@ -49,11 +51,6 @@ def also_of(group: list[dict[str, Any]], name: str) -> float:
     return float(np.mean([row["also"][name] for row in group]))
 
 
-def scores_of(group: list[dict[str, Any]]) -> np.ndarray:
-    """Scores (training seeds, starts)."""
-    return np.array([[row["scores"][start] for start in sorted(group[0]["scores"])] for row in group])
-
-
 def mean_of(group: list[dict[str, Any]], key: str, form: str) -> str:
     known = [row[key] for row in group if row.get(key) is not None]
     return form.format(np.mean(known)) if known else "-"
@@ -63,17 +60,8 @@ def difference(group: list[dict[str, Any]], reference: list[dict[str, Any]] | No
     """The paired difference to the reference, with its interval."""
     if reference is None or group is reference or len(group) != len(reference):
         return "-"
-    paired = scores_of(group) - scores_of(reference)
-    low, high = interval(paired)
-    return f"{paired.mean():+.3f} ({low:+.3f} to {high:+.3f})"
-
-
-def interval(values: np.ndarray, draws: int = 4000) -> tuple[float, float]:
-    """95 % interval of the mean of values (training seeds, starts): a bootstrap over both."""
-    random = np.random.default_rng(0)
-    seeds, starts = values.shape
-    means = [
-        values[random.integers(seeds, size=seeds)][:, random.integers(starts, size=starts)].mean() for _ in range(draws)
-    ]
-    low, high = np.percentile(means, [2.5, 97.5])
-    return float(low), float(high)
+    mine, theirs = scores_of(group), scores_of(reference)
+    if mine is None or theirs is None:
+        return "-"
+    low, high = interval(mine - theirs)
+    return f"{(mine - theirs).mean():+.3f} ({low:+.3f} to {high:+.3f})"

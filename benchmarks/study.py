@@ -1,4 +1,4 @@
-"""Train and evaluate a list of configurations, and put the numbers into one table.
+"""Train and evaluate a list of configurations, and put the numbers into one table: a suite without presets and page.
 
     python -m benchmarks.study FILE [--jobs 2] [--only NAME ...] [--keep] [--publish]
 
@@ -19,34 +19,25 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import datetime
 import itertools
-import json
-import os
 import pathlib
 import shlex
 import statistics
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable
 from typing import Any
 
-import torch
 import yaml
-from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from benchmarks import study_open_loop
 from benchmarks.comparison import seed_table
-from diffusion_policy.common.config_util import get_class, register_resolvers
-from diffusion_policy.common.pytorch_util import dict_apply
-from diffusion_policy.storage import checkpoint_io
-from diffusion_policy.storage.atomic import write_atomically
-from diffusion_policy.storage.checkpoint_io import versions
-from diffusion_policy.workspace.base_workspace import BaseWorkspace
-from diffusion_policy.workspace.measurement import counting
+from diffusion_policy.common.errors import ConfigError
+from diffusion_policy.storage.atomic import write_text
+from idp_workspace.suite import grid, jobs, records
+from idp_workspace.suite.grid import Run
+from idp_workspace.suite.jobs import processor_minutes, provenance, read_json, write_json
+from idp_workspace.suite.timing import measure
 
 TIMES = (
     "Times are medians (p50) of processor time on one thread, at batch 1 for inference, measured one run after the "
@@ -55,111 +46,42 @@ TIMES = (
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
-def run(study: dict[str, Any], entry: dict[str, Any], threads: int) -> dict[str, Any]:
+def run(study: dict[str, Any], entry: Run, threads: int) -> dict[str, Any]:
     """Train and evaluate one entry, unless this study has done so; return its row of the table."""
     folder = folder_of(study, entry)
     folder.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(ROOT)}
-    train = train_command(study, entry)
-    with open(folder / "study.log", "a") as log:
-
-        def call(*command: str) -> float:
-            words = [sys.executable, *command]
-            return processor_minutes(words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
-
-        if not (folder / "summary.json").is_file():
-            write_json(folder / "made.json", provenance())
-            minutes = call(*train, "training.resume=true", f"hydra.run.dir={folder}")
-            write_json(folder / "cpu.json", {"minutes": minutes})
-        for name, options in evaluations(study, entry).items():
-            if not (folder / name / "eval_log.json").is_file():
-                checkpoint, output = str(folder / "checkpoints/latest.ckpt"), str(folder / name)
-                call("eval.py", "--checkpoint", checkpoint, "--output_dir", output, "--device", "cpu", *options)
+    if not (folder / "summary.json").is_file():
+        write_json(folder / "made.json", provenance())
+    jobs.make(
+        folder,
+        entry.arguments,
+        entry.evaluations,
+        threads=threads,
+        device="cpu",
+        call=processor_minutes,
+        root=ROOT,
+    )
     return row_of(study, entry)
 
 
-def processor_minutes(command: list[str], **options: Any) -> float:
-    """Run a command; return the processor time that it took."""
-    process = subprocess.Popen(command, **options)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
-    return (usage.ru_utime + usage.ru_stime) / 60
-
-
-def row_of(study: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
+def row_of(study: dict[str, Any], entry: Run) -> dict[str, Any]:
     """The row of a finished run, from the files in its folder."""
-    folder = folder_of(study, entry)
-    summary, made = read_json(folder / "summary.json"), read_json(folder / "made.json")
-    times = read_json(folder / "times.json") if (folder / "times.json").is_file() else {}
-    row = {
-        "name": entry["name"],
-        "command": command_line(study, entry),
-        "best_evaluation": summary["best_score"],
-        "steps": summary["steps"],
-        "dataset": summary.get("dataset"),
-        "made": made,
-        **{key: times.get(key) for key in ("step_ms", "inference_ms", "nfe")},
-    }
-    if not evaluates(study):
-        return row | {
-            "score": summary["score"],
-            "mean_of_best": summary["mean_of_best_scores"],
-            "evaluations": summary["evaluations"],
-        }
-    log = read_json(folder / "eval/eval_log.json")
-    if open_loop(study):
-        return row | study_open_loop.row(log)
-    also = study.get("also", {})
-    return row | {
-        "score": log["test/mean_score"],
-        "interval_95": log["interval_95"],
-        "n_episodes": log["n_episodes"],
-        "nfe": log["nfe"],
-        "ends_still": log.get("test/ends_still"),
-        "cpu_minutes": read_json(folder / "cpu.json")["minutes"] if (folder / "cpu.json").is_file() else None,
-        "scores": {key: value for key, value in log.items() if key.startswith("test/sim_max_reward_")},
-        "also": {name: read_json(folder / f"eval_{name}/eval_log.json")["test/mean_score"] for name in also},
-    }
-
-
-def provenance() -> dict[str, Any]:
-    """When and with what a row is made."""
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    now = datetime.datetime.now(datetime.UTC)
-    return {"date": now.strftime("%Y-%m-%d"), "commit": git.stdout.strip() or None, "versions": versions()}
-
-
-def read_json(path: pathlib.Path) -> Any:
-    return json.loads(path.read_text())
-
-
-def write_json(path: pathlib.Path, data: Any) -> None:
-    write_atomically(path, lambda file: file.write(json.dumps(data, indent=2).encode()))
+    return records.row_of(folder_of(study, entry), entry)
 
 
 def output_of(study: dict[str, Any]) -> pathlib.Path:
     return pathlib.Path(study["output"])
 
 
-def folder_of(study: dict[str, Any], entry: dict[str, Any]) -> pathlib.Path:
-    return output_of(study) / entry["name"]
-
-
-def train_command(study: dict[str, Any], entry: dict[str, Any]) -> list[str]:
-    return ["train.py", f"--config-name={entry['config']}", *study.get("overrides", []), *entry.get("overrides", [])]
-
-
-def command_line(study: dict[str, Any], entry: dict[str, Any]) -> str:
-    return shlex.join(["python", *train_command(study, entry)])
+def folder_of(study: dict[str, Any], entry: Run) -> pathlib.Path:
+    return output_of(study) / entry.name
 
 
 def prepare(study: dict[str, Any]) -> None:
     """Continue a study that was stopped; move a finished one, or one with other commands, aside."""
     output = output_of(study)
     state = output / "state.json"
-    commands = {entry["name"]: command_line(study, entry) for entry in runs_of(study)}
+    commands = {entry.name: entry.command for entry in runs_of(study)}
     before = read_json(state) if state.is_file() else {"finished": True, "commands": None}
     if output.exists() and (before["finished"] or before["commands"] != commands):
         aside = next(path for n in itertools.count(1) if not (path := output.with_name(f"{output.name}.{n}")).exists())
@@ -180,23 +102,10 @@ def finished_rows(study: dict[str, Any]) -> dict[str, dict[str, Any]]:
             made = {"versions": data.get("versions")}  # of rows that do not say it themselves
             found |= {row["name"]: {"made": made} | row for row in data["rows"]}
     return {
-        entry["name"]: found[entry["name"]] | {"reused": True}
+        entry.name: found[entry.name] | {"reused": True}
         for entry in runs_of(study)
-        if found.get(entry["name"], {}).get("command", "").replace("'", "")
-        == command_line(study, entry).replace("'", "")
+        if found.get(entry.name, {}).get("command", "").replace("'", "") == entry.command.replace("'", "")
     }
-
-
-def evaluates(study: dict[str, Any]) -> bool:
-    return study.get("eval", []) is not None
-
-
-def evaluations(study: dict[str, Any], entry: dict[str, Any]) -> dict[str, list[str]]:
-    """Options of eval.py by the folder of each evaluation: the one that the table ranks by, and those of `also`."""
-    if not evaluates(study):
-        return {}
-    also = {f"eval_{name}": options for name, options in study.get("also", {}).items()}
-    return {"eval": [*study.get("eval", []), *entry.get("eval", [])]} | also
 
 
 def open_loop(study: dict[str, Any]) -> bool:
@@ -204,64 +113,9 @@ def open_loop(study: dict[str, Any]) -> bool:
     return "--open-loop" in (study.get("eval") or [])
 
 
-def runs_of(study: dict[str, Any]) -> list[dict[str, Any]]:
+def runs_of(study: dict[str, Any]) -> list[Run]:
     """The runs of a study or of its grid, all tasks and methods with the first seed first, for an early comparison."""
-    if "seeds" in study:
-        return [
-            with_seed(entry, seed)
-            for seed in study["seeds"]
-            for entry in study["runs"]
-            if seed in entry.get("seeds", study["seeds"])
-        ]
-    if "grid" not in study:
-        return study["runs"]
-    grid = study["grid"]
-    return [
-        {
-            "name": f"{task} {method} {seed}",
-            "config": config.split()[0],
-            "overrides": [f"task.name={task}", f"training.seed={seed}", *config.split()[1:]],
-        }
-        for seed in grid["seeds"]
-        for task in grid["tasks"]
-        for method, config in grid["methods"].items()
-    ]
-
-
-def with_seed(entry: dict[str, Any], seed: int) -> dict[str, Any]:
-    overrides = [*entry.get("overrides", []), f"training.seed={seed}"]
-    return entry | {"name": f"{entry['name']} {seed}", "overrides": overrides}
-
-
-def measure(study: dict[str, Any], entry: dict[str, Any], calls: int = 30) -> None:
-    """Write times.json of a finished run: median times of a training step (without data loading) and predict_action.
-
-    Processor time of this process on one thread: equal to wall-clock time on an idle machine, less affected by load.
-    """
-    folder = folder_of(study, entry)
-    register_resolvers()
-    torch.set_num_threads(1)
-    cfg = OmegaConf.create(checkpoint_io.load(folder / "checkpoints/latest.ckpt")["cfg"])
-
-    def milliseconds(call: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(calls + 3):
-            started = time.process_time()
-            call()
-            times.append(1000 * (time.process_time() - started))
-        return statistics.median(times[3:])
-
-    with tempfile.TemporaryDirectory() as output:
-        workspace = get_class(cfg._target_, BaseWorkspace)(cfg, output_dir=output)
-        workspace.prepare()
-        batch = workspace.stream.batch(0)
-        step = milliseconds(lambda: workspace.optimise(itertools.repeat(batch)))
-    policy = workspace.policy.eval()
-    obs = dict_apply(batch["obs"] if isinstance(batch["obs"], dict) else {"obs": batch["obs"]}, lambda value: value[:1])
-    with counting(policy) as counter:
-        inference = milliseconds(lambda: policy.predict_action(obs))
-    times = {"step_ms": step, "inference_ms": inference, "nfe": counter["network"] / counter["chunks"]}
-    write_json(folder / "times.json", times)
+    return grid.expand(study, pathlib.Path(study["name"]))
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -359,7 +213,7 @@ def write(study: dict[str, Any], rows: list[dict[str, Any]], command: str, folde
         f"Made with `{command}`; the command, commit, versions and dataset of every run are in results.json.",
     ]
     text = "\n\n".join(paragraph.strip() for paragraph in paragraphs if paragraph) + "\n"
-    write_atomically(folder / "README.md", lambda file: file.write(text.encode()))
+    write_text(folder / "README.md", text)
 
 
 def load(path: pathlib.Path, output: pathlib.Path | None) -> dict[str, Any]:
@@ -398,8 +252,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser = arguments_of()
     options = parser.parse_args(arguments)
     study = load(options.study, options.output)
-    every = runs_of(study)
-    names = [entry["name"] for entry in every]
+    try:
+        every = runs_of(study)
+    except ConfigError as error:
+        sys.exit(f"error: {options.study} is not a study: {error}")
+    names = [entry.name for entry in every]
     wanted = options.only or names
     if unknown := [name for name in wanted if name not in names]:
         parser.error(f"no run is called {' or '.join(unknown)}; there are: {', '.join(names)}")
@@ -412,12 +269,12 @@ def main(arguments: list[str] | None = None) -> None:
     command = shlex.join(["python", "-m", "benchmarks.study", shown_path(options.study), *counts])
 
     rows, failed = list(kept.values()), []
-    entries = [entry for entry in every if entry["name"] in wanted and entry["name"] not in kept]
+    entries = [entry for entry in every if entry.name in wanted and entry.name not in kept]
     with (
         concurrent.futures.ThreadPoolExecutor(options.jobs) as pool,
         tqdm(total=len(entries), unit="run", disable=None) as bar,
     ):
-        futures = {pool.submit(run, study, entry, options.threads): entry["name"] for entry in entries}
+        futures = {pool.submit(run, study, entry, options.threads): entry.name for entry in entries}
         for future in concurrent.futures.as_completed(futures):
             name = futures[future]
             try:
@@ -425,19 +282,19 @@ def main(arguments: list[str] | None = None) -> None:
                 write(study, rows, command, output_of(study))  # after each run: an interrupted study has a table
             except subprocess.CalledProcessError as error:
                 failed.append(name)
-                tqdm.write(f"{name} failed ({error}); see {output_of(study) / name / 'study.log'}")
+                tqdm.write(f"{name} failed ({error}); see {output_of(study) / name / jobs.OUTPUT}")
             bar.update()
-    made = [entry for entry in entries if entry["name"] not in failed]
+    made = [entry for entry in entries if entry.name not in failed]
     # The cost of a method does not depend on task and seed: one run per method of a grid, and per run with seeds.
     if "grid" in study:
-        timed = list({entry["config"]: entry for entry in reversed(made)}.values())
+        timed = list({entry.config: entry for entry in reversed(made)}.values())
     else:
         timed = made[: len(study["runs"])] if "seeds" in study else made
     timed = [] if open_loop(study) else timed  # eval.py measures the latency
     for entry in tqdm(timed, desc="times", unit="run", disable=None):
         if not (folder_of(study, entry) / "times.json").is_file():
-            measure(study, entry)
-    new = {entry["name"]: row_of(study, entry) for entry in made}
+            measure(folder_of(study, entry))
+    new = {entry.name: row_of(study, entry) for entry in made}
     rows = [row for name in names if (row := kept.get(name) or new.get(name))]
     write(study, rows, command, output_of(study))
     if options.publish:

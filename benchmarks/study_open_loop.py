@@ -8,16 +8,6 @@ import statistics
 from typing import Any
 
 
-def row(log: dict[str, Any]) -> dict[str, Any]:
-    """What a row of the study keeps of eval_log.json."""
-    found = log["open_loop"]
-    kept = {key: found[key] for key in ("names", "rmse", "variance_explained", "jerk", "jerk_per", "episodes", "steps")}
-    kept["hold"] = found["hold"]["variance_explained"]
-    kept["by_chunk_step"] = found["by_chunk_step"]["rmse"]
-    means = {key.removeprefix("val/"): value for key, value in log.items() if key.startswith("val/")}
-    return {**means, "open_loop": kept, "nfe": log["nfe"], "latency_ms": log["latency_ms"]["p50"]}
-
-
 def methods(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Rows by method: the name of a run is 'method seed'."""
     out: dict[str, list[dict[str, Any]]] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 
@@ -55,7 +57,7 @@ def paired_test(first: np.ndarray, second: np.ndarray) -> tuple[str, float]:
     return "permutation", float(found.pvalue)
 
 
-def compare(first: np.ndarray, second: np.ndarray) -> dict[str, float | str | int | list[float]]:
+def compare(first: np.ndarray, second: np.ndarray) -> dict[str, Any]:
     """Compare the scores (N,) of two methods on the same starts; the difference is first - second."""
     first, second = np.asarray(first, dtype=float), np.asarray(second, dtype=float)
     test, p = paired_test(first, second)

@@ -1,4 +1,4 @@
-"""Evaluate a checkpoint: the code behind eval.py.
+"""Evaluate a checkpoint, or compare two evaluations: the code behind eval.py.
 
 Writes eval_log.json (upstream's keys and further ones) and videos of the first episodes into an output folder. `--help`
 and mistakes in the options need no torch, so they are answered fast.
@@ -84,6 +84,13 @@ def parser() -> argparse.ArgumentParser:
         type=pathlib.Path,
         help="write the evaluation whose shards are in this folder, as one in a single piece would be",
     )
+    what.add_argument(
+        "--compare",
+        metavar=("A", "B"),
+        nargs=2,
+        type=pathlib.Path,
+        help="compare two evaluations (eval_log.json, or their folders) start by start, with a paired test",
+    )
     out.add_argument(
         "--best", action="store_true", help="of a run folder: the checkpoint with the best score, not the latest"
     )
@@ -145,7 +152,7 @@ def main(arguments: list[str] | None = None) -> None:
     with reporting(stopped="stopped by Ctrl-C; no eval_log.json was written"):
         options = parser().parse_args(arguments)
         try:
-            (evaluate if options.merge is None else merge)(options)
+            (compare if options.compare else evaluate if options.merge is None else merge)(options)
         except ValueError as error:  # of a policy that does not fit the observations
             if isinstance(error, ConfigError):
                 raise
@@ -246,6 +253,54 @@ def merge(options: argparse.Namespace) -> dict[str, Any]:
             print(f"note       the shards differ in {name}; eval_log.json has that of shard 1")
         write(log, output)
     return log
+
+
+def compare(options: argparse.Namespace) -> dict[str, Any]:
+    """Compare two evaluations on the starts that both played, and print the result; the difference is A - B."""
+    import numpy as np
+
+    from diffusion_policy.common import statistics
+
+    given = (options.best, options.n_episodes, options.seeds, options.nfe, options.open_loop, options.latency)
+    if any((*given, options.act_noise, options.shard, options.output_dir, options.overwrite)):
+        raise ConfigError("--compare takes two eval_log.json and no other option")
+    first, second = (read_scores(path) for path in options.compare)
+    common = sorted(first.keys() & second.keys())
+    if not common:
+        raise ConfigError(
+            f"{options.compare[0]} and {options.compare[1]} have no start in common: choose the same --seeds"
+        )
+    a, b = (np.array([scores[start] for start in common]) for scores in (first, second))
+    found = statistics.compare(a, b)
+    only = len(first) + len(second) - 2 * len(common)
+    print(
+        f"starts     {len(common)} in common" + (f"; {only} that only one of the two has are left out" if only else "")
+    )
+    for name, path, scores in (("A", options.compare[0], a), ("B", options.compare[1], b)):
+        low, high = statistics.mean_interval(scores)
+        print(f"{name}          {scores.mean():.3f} (95 % interval {low:.3f} to {high:.3f})  {path}")
+    low, high = found["interval_95"]
+    print(
+        f"A - B      {found['difference']:+.3f} (95 % interval {low:+.3f} to {high:+.3f}; starts drawn again)\n"
+        f"test       p = {found['p']:.3g} ({found['test']}, two-sided, paired by start)\n"
+        f"starts     A is better on {found['wins']}, worse on {found['losses']}, equal on {found['ties']}"
+    )
+    return found
+
+
+def read_scores(path: pathlib.Path) -> dict[str, float]:
+    """Score by start, of the test episodes in an eval_log.json or the one in a folder."""
+    path = path / "eval_log.json" if path.is_dir() else path
+    try:
+        log = json.loads(path.read_text())
+        scores = {key: float(value) for key, value in log.items() if key.startswith("test/sim_max_reward_")}
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} is not an eval_log.json: {error}") from error
+    if not scores:
+        raise ConfigError(f"{path} has no scores of test episodes")
+    return scores
 
 
 def play(cfg: DictConfig, policy: Any, options: argparse.Namespace, output: pathlib.Path) -> dict[str, Any]:

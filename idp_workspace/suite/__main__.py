@@ -48,7 +48,12 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--gpus", type=int, default=0, metavar="N", help="give each run one of N GPUs in turn")
     run.add_argument("--launcher", choices=("local", "slurm", "submitit"), default="local", help="default local")
     run.add_argument(
-        "--set", nargs="+", type=setting, default=[], metavar="KEY=VALUE", help="of the launcher: partition, timeout_min"
+        "--set",
+        nargs="+",
+        type=setting,
+        default=[],
+        metavar="KEY=VALUE",
+        help="of the launcher: partition, timeout_min",
     )
     run.add_argument("--redo", action="store_true", help="move runs with other settings aside and make them again")
     run.add_argument("--dry-run", action="store_true", help="check everything and list the runs; start nothing")
@@ -81,7 +86,9 @@ def set_aside(suite: Suite, runs: Sequence[Run]) -> None:
         try:
             records.status(folder, run)
         except DataError:
-            aside = next(path for n in itertools.count(1) if not (path := folder.with_name(f"{folder.name}.{n}")).exists())
+            aside = next(
+                path for n in itertools.count(1) if not (path := folder.with_name(f"{folder.name}.{n}")).exists()
+            )
             folder.rename(aside)
             print(f"moved aside: {aside}")
 
@@ -111,7 +118,9 @@ def run(options: argparse.Namespace) -> None:
         local=options.launcher == "local",
     )
     grid.check(suite, [job.run for job in scheduler.having("waiting")])
-    print(f"{suite.title}: {headline(scheduler).partition(';')[0]}, {slots} at a time; runs in {suite.output}", flush=True)
+    print(
+        f"{suite.title}: {headline(scheduler).partition(';')[0]}, {slots} at a time; runs in {suite.output}", flush=True
+    )
     if options.dry_run:
         for job in scheduler.jobs:
             print(f"{job.status:<8} {job.run.name}: {job.run.command}")
@@ -146,7 +155,11 @@ def measure_times(scheduler: object) -> None:
     first = {(job.run.method, job.run.backbone): job for job in reversed(scheduler.having("done"))}
     for job in first.values():
         simulated = "eval" not in job.run.evaluations or "--open-loop" not in job.run.evaluations["eval"]
-        if simulated and not (job.folder / "times.json").is_file() and (job.folder / "checkpoints/latest.ckpt").is_file():
+        if (
+            simulated
+            and not (job.folder / "times.json").is_file()
+            and (job.folder / "checkpoints/latest.ckpt").is_file()
+        ):
             command = [sys.executable, "-m", "idp_workspace.suite.timing", str(job.folder)]
             with open(job.folder / "job.log", "a") as log:
                 code = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log).returncode

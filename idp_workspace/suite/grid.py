@@ -124,7 +124,9 @@ def load(path: pathlib.Path, preset: str | None = None, output: pathlib.Path | N
     require(isinstance(presets, dict), f"{path}: presets must be a mapping of names")
     chosen = preset or data.get("preset") or next(iter(presets), None)
     if chosen is not None and chosen not in presets:
-        raise ConfigError(f"{path} has no preset {chosen!r}; there {'are' if presets else 'are none'}: {words(presets)}")
+        raise ConfigError(
+            f"{path} has no preset {chosen!r}; there {'are' if presets else 'are none'}: {words(presets)}"
+        )
     if chosen is not None:
         change = presets[chosen] or {}
         require(isinstance(change, dict), f"{path}: preset {chosen} must be a mapping")
@@ -265,7 +267,9 @@ def listed(data: dict[str, Any], path: pathlib.Path) -> list[Run]:
     out = []
     for seed in data.get("seeds", [None]):
         for entry in data["runs"]:
-            require(isinstance(entry, dict) and {"name", "config"} <= entry.keys(), f"{path}: a run needs name and config")
+            require(
+                isinstance(entry, dict) and {"name", "config"} <= entry.keys(), f"{path}: a run needs name and config"
+            )
             known(f"{path}: run {entry['name']}: ", entry, ("name", "config", "overrides", "eval", "seeds", "group"))
             if seed is not None and seed not in entry.get("seeds", data["seeds"]):
                 continue
@@ -399,7 +403,9 @@ def one_of(what: str, name: Any, names: Iterable[str]) -> None:
     """Raise ConfigError with the nearest names if `name` is not among them."""
     if name not in (names := list(names)):
         close = nearest(str(name), names)
-        raise ConfigError(f"{what} {name!r} does not exist; " + (f"nearest: {', '.join(close)}" if close else words(names)))
+        raise ConfigError(
+            f"{what} {name!r} does not exist; " + (f"nearest: {', '.join(close)}" if close else words(names))
+        )
 
 
 def words(names: Iterable[str]) -> str:

@@ -141,6 +141,8 @@ def benchmark(path: pathlib.Path, rows: Sequence[Row], command: str) -> str:
     table = Table("", ["claim", "number", "target"], [])
     for row in rows:
         met = {True: ", met", False: ", missed", None: ""}[row.get("met")]
-        table.add([row["name"], f"{row['value']:.4g} {row['unit']}", f"{row['target']}{met}" if row.get("target") else "-"])
+        table.add(
+            [row["name"], f"{row['value']:.4g} {row['unit']}", f"{row['target']}{met}" if row.get("target") else "-"]
+        )
     name = path.name if path.parent.name == "results" else f"{path.parent.name}/{path.name}"
     return f"### [{name}]({name})" + (f"\n\n`{command}`" if command else "") + f"\n\n{table.markdown()}"

@@ -120,7 +120,17 @@ def make(
             if not (output / "eval_log.json").is_file():
                 shutil.rmtree(output, ignore_errors=True)  # videos of an evaluation that was killed
                 checkpoint = str(folder / "checkpoints/latest.ckpt")
-                step(name, "eval.py", "--checkpoint", checkpoint, "--output_dir", str(output), "--device", device, *options)
+                step(
+                    name,
+                    "eval.py",
+                    "--checkpoint",
+                    checkpoint,
+                    "--output_dir",
+                    str(output),
+                    "--device",
+                    device,
+                    *options,
+                )
 
 
 # ---------------------------------------------------------------------- locks

@@ -52,7 +52,9 @@ class SubmittedJob:
         self.job.cancel()
 
 
-def launcher(name: str, folder: pathlib.Path, threads: int, settings: dict[str, str]) -> Callable[[pathlib.Path], Handle]:
+def launcher(
+    name: str, folder: pathlib.Path, threads: int, settings: dict[str, str]
+) -> Callable[[pathlib.Path], Handle]:
     """Return what starts the job of a folder; ConfigError if this machine cannot use the launcher."""
     if name == "local":
         return LocalJob
@@ -66,7 +68,9 @@ def launcher(name: str, folder: pathlib.Path, threads: int, settings: dict[str, 
 
     executor = submitit.AutoExecutor(folder=folder / ".submitit", cluster="slurm" if name == "slurm" else "local")
     defaults = yaml.safe_load((config_dir() / "launcher/slurm.yaml").read_text())["hydra"]["launcher"]
-    values = {key: value for key, value in defaults.items() if value is not None} | {"cpus_per_task": threads} | settings
+    values = (
+        {key: value for key, value in defaults.items() if value is not None} | {"cpus_per_task": threads} | settings
+    )
     values.pop("max_num_timeout", None)
     delay = values.pop("signal_delay_s", None)
     if name == "slurm":

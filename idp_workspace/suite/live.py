@@ -67,7 +67,12 @@ class View:
         for job in changed:
             known = [f"score {job.progress.score:.3f}"] if job.progress.score is not None else []
             words = [job.status, job.run.name, *known, job.error]
-            print(f"{len(scheduler.having('done'))}/{len(scheduler.jobs)}", *filter(None, words), file=self.stream, flush=True)
+            print(
+                f"{len(scheduler.having('done'))}/{len(scheduler.jobs)}",
+                *filter(None, words),
+                file=self.stream,
+                flush=True,
+            )
 
     def draw(self, scheduler: Scheduler) -> None:
         """Draw the table over the one before."""

@@ -69,14 +69,25 @@ def marked_up(table: tables.Table) -> dict[str, Any]:
     lines = []
     for number, line in enumerate(table.lines):
         folders = [table.runs.get((number, column), []) for column in range(len(line))]
-        lines.append([{"text": text, "links": [(link(name) + "/", name) for name in names]} for text, names in zip(line, folders)])
+        lines.append(
+            [
+                {"text": text, "links": [(link(name) + "/", name) for name in names]}
+                for text, names in zip(line, folders)
+            ]
+        )
     return {"title": table.title, "head": table.head, "lines": lines, "note": table.note}
 
 
 def run_line(row: Row) -> dict[str, Any]:
     """A line of the table of runs."""
     low, high = row.get("interval_95") or (None, None)
-    return {**row, "low": low, "high": high, "latency": row["inference_ms"] or row.get("latency_ms"), "href": link(row["folder"]) + "/"}
+    return {
+        **row,
+        "low": low,
+        "high": high,
+        "latency": row["inference_ms"] or row.get("latency_ms"),
+        "href": link(row["folder"]) + "/",
+    }
 
 
 def cells(suite: Suite, rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -98,7 +109,9 @@ def cells(suite: Suite, rows: Sequence[Row]) -> list[dict[str, Any]]:
                 "cost": numbers["cpu_minutes"],
                 "step": numbers["step_ms"],
                 "seeds": numbers["seeds"],
-                "curves": {name: band(group, name) for name in records.CURVES if any(name in r["curves"] for r in group)},
+                "curves": {
+                    name: band(group, name) for name in records.CURVES if any(name in r["curves"] for r in group)
+                },
                 "starts": starts(group, values),
                 "href": link(group[0]["folder"]) + "/",
             }
@@ -125,7 +138,10 @@ def band(group: Sequence[Row], name: str) -> dict[str, list[float]]:
 
 
 def videos(row: Row) -> dict[str, Any]:
-    return {"name": row["name"], "videos": [[path.rpartition("/")[2], link(row["folder"], path)] for path in row["videos"]]}
+    return {
+        "name": row["name"],
+        "videos": [[path.rpartition("/")[2], link(row["folder"], path)] for path in row["videos"]],
+    }
 
 
 def embedded(data: Any) -> str:

@@ -41,7 +41,13 @@ class LocalJob:
         command = [sys.executable, "-m", "idp_workspace.suite.jobs", str(folder)]
         with open(folder / jobs.OUTPUT, "a") as log:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )
 
     def alive(self) -> bool:
@@ -151,7 +157,9 @@ class Scheduler:
                 job.status = "done"
             else:  # a worker that was killed leaves "running" behind
                 job.status = "stopped" if state.get("status") == "stopped" else "failed"
-                job.error = job.error or ("" if job.status == "stopped" else "its process was killed; run again to resume")
+                job.error = job.error or (
+                    "" if job.status == "stopped" else "its process was killed; run again to resume"
+                )
             changed.append(job)
         for job in self.having("waiting"):
             running = self.having("running")

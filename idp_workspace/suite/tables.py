@@ -85,7 +85,9 @@ def published(path: str | None) -> Published | None:
             for method, cells in methods.items():
                 pairs = [tuple(cell) if isinstance(cell, list) else (cell,) for cell in cells]
                 if len(pairs) != len(data["tasks"]):
-                    raise ConfigError(f"{path}: {backbone} {method} has {len(pairs)} cells for {len(data['tasks'])} tasks")
+                    raise ConfigError(
+                        f"{path}: {backbone} {method} has {len(pairs)} cells for {len(data['tasks'])} tasks"
+                    )
                 scaled = [tuple(value / data["unit"] for value in pair) for pair in pairs]
                 values.setdefault(backbone, {})[method] = dict(zip(data["tasks"], scaled))
         return Published(data["source"], data["methods"], values, data.get("notes", []), data["form"])
@@ -125,8 +127,12 @@ def paper_table(suite: Suite, rows: Sequence[Row], backbones: list[str], beside:
             found = [part for part in parts if part and all(row[NUMBERS[suite.form][0]] is not None for row in part)]
             here = [row for part in found for row in part]
             counts |= {len(part) for part in found}
-            pair = [float(np.mean([_mean(part, key) for part in found])) for key in NUMBERS[suite.form]] if found else []
-            if len(found) < sum(any(run.method == method and run.backbone == b for run in suite.runs) for b in backbones):
+            pair = (
+                [float(np.mean([_mean(part, key) for part in found])) for key in NUMBERS[suite.form]] if found else []
+            )
+            if len(found) < sum(
+                any(run.method == method and run.backbone == b for run in suite.runs) for b in backbones
+            ):
                 pair = []  # a mean over other backbones would not compare
             cells.append((_pair(pair), here))
             pairs.append(pair)
@@ -188,7 +194,17 @@ def group_numbers(group: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-MEANS = ("nfe", "steps", "cpu_minutes", "step_ms", "inference_ms", "latency_ms", "ends_still", "best_evaluation", "last")
+MEANS = (
+    "nfe",
+    "steps",
+    "cpu_minutes",
+    "step_ms",
+    "inference_ms",
+    "latency_ms",
+    "ends_still",
+    "best_evaluation",
+    "last",
+)
 
 
 def mean_or_none(group: Sequence[Row], key: str) -> float | None:
@@ -210,7 +226,16 @@ def score_table(suite: Suite, rows: Sequence[Row]) -> Table:
         "Evaluation after training" if suite.evaluates else "Last evaluation of the training",
         [
             *(["task"] if several else []),
-            *("method", "backbone", "score", "95 % interval", "seed by seed", "minus", "difference, 95 % interval", "p"),
+            *(
+                "method",
+                "backbone",
+                "score",
+                "95 % interval",
+                "seed by seed",
+                "minus",
+                "difference, 95 % interval",
+                "p",
+            ),
             *also,
             *("calls", "steps", "core-minutes", "step, ms", "latency, ms"),
         ],
@@ -258,10 +283,13 @@ def summary_table(suite: Suite, rows: Sequence[Row]) -> Table:
             *("probability of improvement", "95 % interval", "paired difference", "95 % interval", "p"),
         ],
         [],
-        "The interquartile mean is that of the middle half of all runs; its interval, and that of the probability that a "
-        "run of the method scores higher than one of the other, are bootstraps stratified by task.",
+        "The interquartile mean is that of the middle half of all runs; its interval, and that of the probability that "
+        "a run of the method scores higher than one of the other, are bootstraps stratified by task.",
     )
-    methods = {name: [row for row in rows if row["method"] == name and row["score"] is not None] for name in suite.axis("method")}
+    methods = {
+        name: [row for row in rows if row["method"] == name and row["score"] is not None]
+        for name in suite.axis("method")
+    }
     for name, group in sorted(methods.items(), key=lambda item: -(mean_or_none(item[1], "score") or 0)):
         if not group:
             continue
@@ -280,7 +308,16 @@ def summary_table(suite: Suite, rows: Sequence[Row]) -> Table:
             cells = [str(reference), f"{chance:.2f}", span(about, ".2f"), "-", "-", "-"]
             if pair:
                 cells[3:] = [f"{pair['difference']:+.3f}", span(pair["interval_95"], "+.3f"), f"{pair['p']:.3g}"]
-        out.add([name, str(len(group)), (number(mean_or_none(group, "score"), ".3f"), group), f"{middle:.3f}", span(around, ".3f"), *cells])
+        out.add(
+            [
+                name,
+                str(len(group)),
+                (number(mean_or_none(group, "score"), ".3f"), group),
+                f"{middle:.3f}",
+                span(around, ".3f"),
+                *cells,
+            ]
+        )
     return out
 
 

@@ -3,7 +3,8 @@
 import pytest
 
 from benchmarks.study import runs_of
-from benchmarks.study_open_loop import copy_pictures, row, table
+from benchmarks.study_open_loop import copy_pictures, table
+from idp_workspace.suite.records import open_loop_row as row
 
 
 def log(explained, rmse, episodes=(3,)):
@@ -55,7 +56,7 @@ def test_rows_of_a_method_share_a_line():
 
 def test_a_run_may_have_fewer_seeds_than_the_study():
     runs = [{"name": "idp", "config": "a"}, {"name": "idp image", "config": "b", "seeds": [0]}]
-    names = [entry["name"] for entry in runs_of({"seeds": [0, 1], "runs": runs})]
+    names = [run.name for run in runs_of({"name": "mine", "seeds": [0, 1], "runs": runs})]
     assert names == ["idp 0", "idp image 0", "idp 1"]
 
 
