@@ -34,7 +34,7 @@ def setting(text: str) -> tuple[str, str]:
 def parser() -> argparse.ArgumentParser:
     out = Parser(prog="python -m idp_workspace.suite", description="From a suite of runs to tables and a page.")
     commands = out.add_subparsers(dest="command", required=True, parser_class=Parser)
-    common = argparse.ArgumentParser(add_help=False)
+    common = Parser(add_help=False)
     common.add_argument("suite", type=pathlib.Path, metavar="SUITE.yaml", help="such as those of suites/")
     common.add_argument("--preset", help="one of the suite's presets, such as cpu or paper (default: the suite's)")
     common.add_argument(

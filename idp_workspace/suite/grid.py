@@ -88,7 +88,7 @@ class Suite:
         return list(dict.fromkeys(getattr(run, name) for run in self.runs))
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """YAML in which a key may appear once: PyYAML would drop the first of two methods of one name."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -96,11 +96,11 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise ConfigError(f"{key!r} appears twice (line {key_node.start_mark.line + 1})")
             seen.add(key)
-        return super().construct_mapping(node, deep)
+        return dict(super().construct_mapping(node, deep))
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
@@ -155,6 +155,9 @@ def load(path: pathlib.Path, preset: str | None = None, output: pathlib.Path | N
     for claim in claims:
         require(isinstance(claim, dict) and "text" in claim, f"{path}: a claim needs text, method and, if any, minus")
         known(f"{path}: claim: ", claim, ("text", "method", "minus", "task", "backbone"))
+        for key in claim.keys() - {"text"}:
+            names = {getattr(run, "method" if key == "minus" else key) for run in runs}
+            one_of(f"{path}: claim: {key}", claim[key], names)
     full_name = f"{data['name']}_{chosen}" if chosen else data["name"]
     published = data.get("published")
     if published is not None and not (path.parent / published).is_file():

@@ -7,7 +7,7 @@ import json
 import pathlib
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -77,12 +77,11 @@ def check_same(folder: pathlib.Path, run: Run) -> None:
     if not (folder / jobs.JOB).is_file():
         return
     job = read_result(folder / jobs.JOB)
-    evaluations = {name: list(options) for name, options in run.evaluations.items()}
-    for what, before, now in (("train", job["train"], run.arguments), ("eval", job["evaluations"], evaluations)):
-        if what == "eval" and not any((folder / name / "eval_log.json").is_file() for name in before):
-            continue
-        if what == "eval":
-            before, now = _flat(before, now), _flat(now, before)
+    pairs = [(job["train"], run.arguments)]
+    for name, options in run.evaluations.items():
+        if (folder / name / "eval_log.json").is_file():
+            pairs.append((job["evaluations"].get(name, []), list(options)))
+    for before, now in pairs:
         if before != now:
             gone = " ".join(word for word in before if word not in now) or "nothing"
             new = " ".join(word for word in now if word not in before) or "nothing"
@@ -90,11 +89,6 @@ def check_same(folder: pathlib.Path, run: Run) -> None:
                 f"run {run.name} was made with other settings ({gone} then, {new} now) and is kept in {folder}: give "
                 "the run another name, choose another --output, or move it aside with --redo"
             )
-
-
-def _flat(evaluations: Mapping[str, Iterable[str]], others: Mapping[str, Any]) -> list[str]:
-    """The options of the evaluations that both have, as words."""
-    return [f"{name}:{word}" for name, options in evaluations.items() if name in others for word in options]
 
 
 def read_result(path: pathlib.Path) -> dict[str, Any]:

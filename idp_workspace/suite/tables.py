@@ -156,7 +156,7 @@ def _published_line(beside: Published, method: str, tasks: list[str], backbones:
     found = [beside.cell(key, method, task) for task in tasks]
     if not any(found):
         return []
-    mean = [float(np.mean(side)) for side in zip(*found)] if all(found) else []  # type: ignore[arg-type]
+    mean = [float(np.mean(side)) for side in zip(*found)] if all(found) else []
     averaged = key == AVERAGE and len(backbones) == 1 and len(beside.values) > 1
     name = f"*{beside.names.get(method, method)}, published{' (all backbones)' * averaged}*"
     return [name, "", *(_pair(pair) for pair in found), _pair(mean)]
