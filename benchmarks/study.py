@@ -36,6 +36,7 @@ from diffusion_policy.common.errors import ConfigError
 from diffusion_policy.storage.atomic import write_text
 from idp_workspace.suite import grid, jobs, records
 from idp_workspace.suite.grid import Run
+from idp_workspace.suite.index import write_index
 from idp_workspace.suite.jobs import processor_minutes, provenance, read_json, write_json
 from idp_workspace.suite.timing import measure
 
@@ -300,6 +301,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.publish:
         published = ROOT / "results" / study["name"]
         write(study, rows, command, published)
+        write_index(ROOT / "results")
         if open_loop(study):
             study_open_loop.copy_pictures(output_of(study), rows, study.get("reference"), published)
     if len(rows) == len(every):

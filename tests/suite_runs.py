@@ -24,7 +24,9 @@ def write_suite(path: pathlib.Path, **changes) -> pathlib.Path:
         "reference": "idp",
         "seeds": [0, 1],
     }
-    path.write_text(yaml.safe_dump({key: value for key, value in (data | changes).items() if value != "-"}))
+    path.write_text(
+        yaml.safe_dump({key: value for key, value in (data | changes).items() if value != "-"}, sort_keys=False)
+    )
     return path
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from diffusion_policy.common.command_line import shell_command
 from diffusion_policy.common.errors import ConfigError
 from diffusion_policy.storage import atomic
-from idp_workspace.suite import claims, page, records, tables
+from idp_workspace.suite import claims, index, page, records, tables
 from idp_workspace.suite.grid import ROOT, Suite
 from idp_workspace.suite.jobs import write_json
 
@@ -35,7 +35,7 @@ def write_report(suite: Suite, publish: bool = False) -> pathlib.Path:
     print((folder / "README.md").read_text())
     if publish:
         write_text_report(ROOT / "results" / suite.full_name, suite, rows, made, command)
-        print(f"published  {ROOT / 'results' / suite.full_name}")
+        print(f"published  {ROOT / 'results' / suite.full_name}; {index.write_index(ROOT / 'results')} has its claims")
     print(f"page       {html} ({len(rows)} of {len(suite.runs)} runs, {time.perf_counter() - started:.1f} s)")
     sys.stdout.flush()
     return html
