@@ -22,6 +22,7 @@ CONFIG ?= train_idp_mlp_lowdim
 PRESET ?= cpu
 ARGS ?=
 APT := apt-get install -y -q libosmesa6
+BROWSER := apt-get install -y -q chromium chromium-driver
 RENDERER := { [ "$$(id -u)" = 0 ] && $(APT) >/dev/null 2>&1 || { apt-get update -q && $(APT); } >/dev/null 2>&1; }
 # Whole files of tests go to a worker because tests of a file share slow fixtures. Tests start many processes: waiting
 # OpenMP threads must not spin, or they take the cores from each other. A single run is twice as fast when they do
@@ -48,6 +49,12 @@ $(VENV)/.installed: requirements.txt pyproject.toml setup.py
 	    echo "To render the simulators' tasks without a GPU, on Debian and Ubuntu: apt-get install libosmesa6"
 	@touch $@
 
+# Tests of a suite's page need a browser, and skip without one.
+$(VENV)/.browser:
+	@command -v chromedriver >/dev/null || { [ "$$(id -u)" = 0 ] && $(BROWSER) >/dev/null 2>&1; } || \
+	    echo "To test the pages of suites, on Debian and Ubuntu: apt-get install chromium chromium-driver"
+	@mkdir -p $(VENV) && touch $@
+
 $(VENV)/.linters: requirements-dev.txt $(VENV)/.installed
 	$(PY) $(PIP) -r requirements-dev.txt
 	@touch $@
@@ -66,7 +73,7 @@ $(LEROBOT)/.installed:
 train: setup
 	$(PY) train.py --config-name=$(CONFIG) preset=$(PRESET) $(ARGS)
 
-test: setup
+test: setup $(VENV)/.browser
 	$(PYTEST) $(ARGS)
 
 test-fast: setup

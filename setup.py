@@ -18,5 +18,9 @@ setup(
         *configs,
     ],
     package_dir=configs,
-    package_data={**{name: ["*.yaml"] for name in configs}, "diffusion_policy.env.robomimic": ["starts/*.npz"]},
+    package_data={
+        **{name: ["*.yaml"] for name in configs},
+        "diffusion_policy.env.robomimic": ["starts/*.npz"],
+        "idp_workspace.suite": ["*.j2"],
+    },
 )
