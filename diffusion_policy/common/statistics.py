@@ -33,10 +33,11 @@ def paired_interval(differences: np.ndarray, draws: int = 10_000) -> list[float]
     return [float(low), float(high)]
 
 
-def paired_test(first: np.ndarray, second: np.ndarray) -> tuple[str, float]:
+def paired_test(first: np.ndarray, second: np.ndarray, resamples: int = 9999) -> tuple[str, float]:
     """The name and the two-sided p value of a paired test that two methods score equally on the same starts (N,).
 
-    McNemar's exact test for successes and failures; else a permutation test that exchanges the two of a pair.
+    McNemar's exact test for successes and failures; else a permutation test that exchanges the two of a pair,
+    exact if there are few pairs, else with random exchanges.
     """
     from scipy import stats
 
@@ -51,7 +52,7 @@ def paired_test(first: np.ndarray, second: np.ndarray) -> tuple[str, float]:
         lambda x, y, axis: np.mean(x - y, axis=axis),
         permutation_type="samples",
         vectorized=True,
-        n_resamples=9999,
+        n_resamples=resamples,
         rng=np.random.default_rng(0),
     )
     return "permutation", float(found.pvalue)

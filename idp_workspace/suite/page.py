@@ -71,11 +71,11 @@ def marked_up(table: tables.Table) -> dict[str, Any]:
         folders = [table.runs.get((number, column), []) for column in range(len(line))]
         lines.append(
             [
-                {"text": text, "links": [(link(name) + "/", name) for name in names]}
+                {"text": text.strip("*"), "links": [(link(name) + "/", name) for name in names]}
                 for text, names in zip(line, folders)
             ]
         )
-    return {"title": table.title, "head": table.head, "lines": lines, "note": table.note}
+    return {"title": table.title, "head": table.head, "lines": lines, "note": table.note.replace("*", "")}
 
 
 def run_line(row: Row) -> dict[str, Any]:

@@ -29,12 +29,13 @@ def write_report(suite: Suite, publish: bool = False) -> pathlib.Path:
     folder = suite.output / "report"
     folder.mkdir(parents=True, exist_ok=True)
     command = shell_command("python", "-m", "idp_workspace.suite", "run", shown(suite.path), *preset_words(suite))
-    write_text_report(folder, suite, rows, made, command)
+    found = claims.of_suite(suite, rows, command)
+    write_text_report(folder, suite, rows, made, found, command)
     html = folder / "index.html"
     atomic.write_text(html, page.render(suite, rows, made, command))
     print((folder / "README.md").read_text())
     if publish:
-        write_text_report(ROOT / "results" / suite.full_name, suite, rows, made, command)
+        write_text_report(ROOT / "results" / suite.full_name, suite, rows, made, found, command)
         print(f"published  {ROOT / 'results' / suite.full_name}; {index.write_index(ROOT / 'results')} has its claims")
     print(f"page       {html} ({len(rows)} of {len(suite.runs)} runs, {time.perf_counter() - started:.1f} s)")
     sys.stdout.flush()
@@ -42,13 +43,17 @@ def write_report(suite: Suite, publish: bool = False) -> pathlib.Path:
 
 
 def write_text_report(
-    folder: pathlib.Path, suite: Suite, rows: list[dict[str, Any]], made: list[tables.Table], command: str
+    folder: pathlib.Path,
+    suite: Suite,
+    rows: list[dict[str, Any]],
+    made: list[tables.Table],
+    found: list[dict[str, Any]],
+    command: str,
 ) -> None:
     """Write results.json, README.md and tables.tex."""
     folder.mkdir(parents=True, exist_ok=True)
     kept = [{key: value for key, value in row.items() if key not in DRAWN} for row in rows]
     about = {key: getattr(suite, key) for key in ("name", "title", "description", "preset", "reference", "form")}
-    found = claims.of_suite(suite, rows, command)
     write_json(
         folder / "results.json",
         {"command": command, "suite": about, "runs_of_suite": len(suite.runs), "claims": found, "rows": kept},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,11 +37,17 @@ def interval(values: np.ndarray) -> tuple[float, float]:
 
 def means(values: np.ndarray, seed: int = 0) -> np.ndarray:
     """DRAWS means of values (training seeds, starts), which are both drawn again; of one seed, the starts alone."""
-    seeds, starts = values.shape
-    random = np.random.default_rng(seed)
-    of_seeds = random.multinomial(seeds, np.full(seeds, 1 / seeds), size=DRAWS) / seeds
-    of_starts = random.multinomial(starts, np.full(starts, 1 / starts), size=DRAWS) / starts
+    of_seeds, of_starts = _weights(*values.shape, seed)
     return np.asarray(((of_seeds @ values) * of_starts).sum(axis=1))
+
+
+@functools.lru_cache(maxsize=64)
+def _weights(seeds: int, starts: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """How often each training seed and each start is in each of DRAWS draws, as shares."""
+    random = np.random.default_rng(seed)
+    counts = (random.multinomial(count, np.full(count, 1 / count), size=DRAWS) / count for count in (seeds, starts))
+    of_seeds, of_starts = counts
+    return of_seeds, of_starts.astype(np.float32)
 
 
 def wilson(successes: int, trials: int) -> tuple[float, float]:
@@ -70,7 +77,7 @@ def paired(first: Sequence[Row], second: Sequence[Row]) -> dict[str, Any] | None
     draws = np.mean([means(values, number) for number, values in enumerate(differences)], axis=0)
     low, high = np.percentile(draws, [2.5, 97.5])
     of_starts = [np.concatenate([pair[side].mean(axis=0) for pair in cells]) for side in (0, 1)]
-    test, p = paired_test(of_starts[0], of_starts[1])
+    test, p = paired_test(of_starts[0], of_starts[1], resamples=1999)
     return {
         "difference": float(np.mean([values.mean() for values in differences])),
         "interval_95": [float(low), float(high)],

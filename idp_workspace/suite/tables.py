@@ -139,7 +139,7 @@ def paper_table(suite: Suite, rows: Sequence[Row], backbones: list[str], beside:
         if not any(pairs):
             continue
         mean = [float(np.mean([pair[side] for pair in pairs])) for side in (0, 1)] if all(pairs) else []
-        out.add([method, nfe.get(method, "-"), *cells, (_pair(mean), [row for cell in cells for row in cell[1]])])
+        out.add([method, nfe.get(method, "-"), *cells, _pair(mean)])
         if beside is not None:
             line = _published_line(beside, method, tasks, backbones)
             if line:
