@@ -15,7 +15,7 @@ from idp_workspace.suite.grid import ROOT, Suite
 from idp_workspace.suite.jobs import write_json
 
 #: What results.json leaves out: it is drawn on the page, or follows from the rest.
-DRAWN = ("curves", "videos", "folder")
+DRAWN = ("curves", "videos", "folder", "also_scores")
 
 
 def write_report(suite: Suite, publish: bool = False) -> pathlib.Path:

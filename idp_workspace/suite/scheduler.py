@@ -103,7 +103,7 @@ def cores() -> int:
 
 def default_slots(threads: int, memory_gb: float) -> int:
     """How many runs the cores and the free memory allow; at least one."""
-    return max(1, min(cores() // threads, int(available_bytes() / 2**30 / memory_gb)))
+    return max(1, int(min(cores() // threads, available_bytes() / 2**30 / memory_gb)))
 
 
 class Scheduler:

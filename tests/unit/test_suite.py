@@ -93,6 +93,15 @@ def test_studies_are_suites(path):
     assert len({run.name for run in suite.runs}) == len(suite.runs)
 
 
+def test_the_example_of_the_documentation_is_a_suite(tmp_path):
+    text = re.search(r"```yaml\n(.*?)```", (ROOT / "docs/suites.md").read_text(), re.S)[1]
+    (tmp_path / "mine.yaml").write_text(text.replace("published/", f"{ROOT}/suites/published/"))
+    suite = grid.load(tmp_path / "mine.yaml")
+    assert [suite.axis(axis) for axis in ("method", "backbone")] == [["idp", "sharp", "few", "dp"], ["mlp", "unet"]]
+    grid.check(suite, suite.runs)
+    assert [run.method for run in grid.load(tmp_path / "mine.yaml", "paper").runs] == ["idp"] * 6
+
+
 # ---------------------------------------------------------------------- what is refused
 @pytest.mark.parametrize(
     ("changes", "message"),
@@ -390,6 +399,8 @@ def test_the_front_page_of_this_repository_is_up_to_date(monkeypatch):
     monkeypatch.setattr(index.atomic, "write_text", lambda path, text: written.append(text))
     page = index.write_index(ROOT / "results")
     assert written == [page.read_text()], "run: python -m idp_workspace.suite index"
+    for link in re.findall(r"\]\(([^)]+)\)", written[0]):
+        assert (page.parent / link).exists(), link
 
 
 # ---------------------------------------------------------------------- eval.py --compare
