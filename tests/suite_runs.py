@@ -69,6 +69,8 @@ def fabricate(suite: grid.Suite, starts: int = 50, records_each: int = 300, clip
             "latency_ms": {"p50": 0.5 + random.random()},
             **scores,
         }
+        if run.method == "mip":  # evaluated with --nfe 2,1
+            log["by_nfe"] = {str(calls): log | {"nfe": calls} for calls in (2.0, 1.0)}
         summary = {
             "score": evaluations[-1],
             "best_score": max(evaluations),

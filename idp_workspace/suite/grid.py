@@ -156,8 +156,9 @@ def load(path: pathlib.Path, preset: str | None = None, output: pathlib.Path | N
         require(isinstance(claim, dict) and "text" in claim, f"{path}: a claim needs text, method and, if any, minus")
         known(f"{path}: claim: ", claim, ("text", "method", "minus", "task", "backbone"))
         for key in claim.keys() - {"text"}:
-            names = {getattr(run, "method" if key == "minus" else key) for run in runs}
-            one_of(f"{path}: claim: {key}", claim[key], names)
+            one_of(
+                f"{path}: claim: {key}", claim[key], {getattr(run, "method" if key == "minus" else key) for run in runs}
+            )
     full_name = f"{data['name']}_{chosen}" if chosen else data["name"]
     published = data.get("published")
     if published is not None and not (path.parent / published).is_file():

@@ -109,6 +109,7 @@ def cells(suite: Suite, rows: Sequence[Row]) -> list[dict[str, Any]]:
                 "cost": numbers["cpu_minutes"],
                 "step": numbers["step_ms"],
                 "seeds": numbers["seeds"],
+                "by_nfe": np.mean(calls, axis=0).tolist() if (calls := same_length(group)) else [],
                 "curves": {
                     name: band(group, name) for name in records.CURVES if any(name in r["curves"] for r in group)
                 },
@@ -117,6 +118,12 @@ def cells(suite: Suite, rows: Sequence[Row]) -> list[dict[str, Any]]:
             }
         )
     return out
+
+
+def same_length(group: Sequence[Row]) -> list[list[list[float]]]:
+    """Calls, latency and score of evaluations with several numbers of calls, of each run; empty if there are none."""
+    found = [row.get("by_nfe") or [] for row in group]
+    return found if found[0] and len({len(each) for each in found}) == 1 else []
 
 
 def starts(group: Sequence[Row], values: np.ndarray | None) -> dict[str, float]:

@@ -199,6 +199,9 @@ def row_of(folder: pathlib.Path, run: Run, curves: bool = False) -> dict[str, An
     log = read_result(folder / "eval/eval_log.json")
     row["nfe"] = log["nfe"]
     row["latency_ms"] = log["latency_ms"]["p50"]
+    row["by_nfe"] = [
+        [each["nfe"], each["latency_ms"]["p50"], each["test/mean_score"]] for each in log.get("by_nfe", {}).values()
+    ]
     others = {name.removeprefix("eval_"): _json(folder / name / "eval_log.json") for name in run.evaluations}
     others.pop("eval")
     row["also"] = {name: found.get("test/mean_score") for name, found in others.items()}

@@ -130,7 +130,9 @@ class Scheduler:
             folder = suite.output / folder_name(run.name)
             job = Job(run, folder, records.status(folder, run))
             if job.status == "running":
-                job.handle = FoundJob(folder)
+                job.handle, job.begun = FoundJob(folder), records.state_of(folder).get("started", self.begun)
+            if job.status == "done":
+                job.progress.update(folder)
             self.jobs.append(job)
         self.found_done = sum(job.status == "done" for job in self.jobs)
 

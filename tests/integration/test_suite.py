@@ -217,6 +217,10 @@ def test_the_page_loads_without_an_error(browser):
     for figure in ("curve", "cost", "start", "geometry"):
         points = f"return document.querySelectorAll('#{figure}-figure .trace').length"
         assert browser.until(points) > 0, figure
+    names = browser.run(
+        "return [...document.querySelectorAll('#cost-figure .legendtext')].map(text => text.textContent)"
+    )
+    assert "idp mlp" in names and "mip mlp, by calls" in names and "idp mlp, by calls" not in names
     assert "100 of 100 runs" in browser.run("return document.body.textContent")
 
 
