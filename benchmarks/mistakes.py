@@ -244,7 +244,7 @@ MISTAKES: dict[str, Mistake] = {
         ("-c README.md", "is not a checkpoint"),
         ("-c {finished}/config.yaml", "is not a checkpoint"),
         ("-c {finished}/checkpoints/latest.ckpt --best", "is not a run folder"),
-        ("{finished}", "one of the arguments -c/--checkpoint --merge is required"),
+        ("{finished}", "one of the arguments -c/--checkpoint --merge --compare is required"),
         ("-c {finished} --shard 3/2", "is not i/n with whole numbers"),
         ("-c {finished} --shard half", "is not i/n with whole numbers"),
         ("-c {finished} -n 1 --shard 1/2", "1 episodes cannot be divided into 2 shards"),

@@ -28,6 +28,7 @@ PER_PRESET = (
 )
 KEYS = (*PER_PRESET, "name", "title", "notes", "presets", "preset", "published", "runs", "grid", "paper")
 METHOD_KEYS = ("overrides", "config", "group", "backbones", "tasks", "seeds", "eval", "label", "reference")
+AXES = ("method", "task", "backbone")
 #: The two readings of training-time evaluations: the paper's for 2D, and DP3's.
 FORMS = ("best / mean of last 5", "mean of best 5 / last")
 
@@ -122,6 +123,8 @@ def load(path: pathlib.Path, preset: str | None = None, output: pathlib.Path | N
     known(f"{path}: ", data, KEYS)
     presets = data.get("presets", {})
     require(isinstance(presets, dict), f"{path}: presets must be a mapping of names")
+    parts = [data, *(part for part in presets.values() if isinstance(part, dict))]
+    whole_file = {axis: {name for part in parts for name in mapping(part.get(f"{axis}s") or {})} for axis in AXES}
     chosen = preset or data.get("preset") or next(iter(presets), None)
     if chosen is not None and chosen not in presets:
         raise ConfigError(
@@ -140,6 +143,8 @@ def load(path: pathlib.Path, preset: str | None = None, output: pathlib.Path | N
     if twice := sorted({run.name for run in runs if names.count(folder_name(run.name)) > 1}):
         raise ConfigError(f"{path}: two runs have the same name: {', '.join(twice[:3])}")
     methods = {run.method for run in runs}
+    # A preset may leave out a method, task or backbone that a claim or the reference names.
+    known_names = {axis: {getattr(run, axis) for run in runs} | whole_file[axis] for axis in AXES}
     reference = data.get("reference")
     references = {
         name: spec["reference"]
@@ -148,7 +153,7 @@ def load(path: pathlib.Path, preset: str | None = None, output: pathlib.Path | N
     }
     for name in (reference, *references.values()):
         if name is not None:
-            one_of(f"{path}: reference", name, methods)
+            one_of(f"{path}: reference", name, known_names["method"])
     form = data.get("form", FORMS[0])
     one_of(f"{path}: form", form, FORMS)
     claims = data.get("claims", [])
@@ -156,9 +161,7 @@ def load(path: pathlib.Path, preset: str | None = None, output: pathlib.Path | N
         require(isinstance(claim, dict) and "text" in claim, f"{path}: a claim needs text, method and, if any, minus")
         known(f"{path}: claim: ", claim, ("text", "method", "minus", "task", "backbone"))
         for key in claim.keys() - {"text"}:
-            one_of(
-                f"{path}: claim: {key}", claim[key], {getattr(run, "method" if key == "minus" else key) for run in runs}
-            )
+            one_of(f"{path}: claim: {key}", claim[key], known_names["method" if key == "minus" else key])
     full_name = f"{data['name']}_{chosen}" if chosen else data["name"]
     published = data.get("published")
     if published is not None and not (path.parent / published).is_file():

@@ -102,6 +102,7 @@ def test_a_study_s_table_ranks_and_keeps_its_commands():
 
 
 GRID = {
+    "name": "grid",
     "eval": None,
     "grid": {"tasks": {"push": "hard", "reach": ""}, "methods": {"A": "train_a", "B": "train_b x=1"}, "seeds": [0, 1]},
     "paper": {"A": {"push": 60, "reach": 30}},
@@ -110,15 +111,9 @@ GRID = {
 
 def test_a_grid_is_all_tasks_and_methods_with_the_first_seed_then_with_the_next():
     runs = study.runs_of(GRID)
-    assert [run["name"] for run in runs[:5]] == ["push A 0", "push B 0", "reach A 0", "reach B 0", "push A 1"] and len(
-        runs
-    ) == 8
-    assert runs[1] == {
-        "name": "push B 0",
-        "config": "train_b",
-        "overrides": ["task.name=push", "training.seed=0", "x=1"],
-    }
-    assert study.runs_of({"runs": runs}) is runs and not study.evaluates(GRID) and study.evaluates({})
+    assert [run.name for run in runs[:5]] == ["push A 0", "push B 0", "reach A 0", "reach B 0", "push A 1"]
+    assert len(runs) == 8 and all(run.evaluations == {} for run in runs)
+    assert runs[1].arguments == ["train.py", "--config-name=train_b", "task.name=push", "training.seed=0", "x=1"]
 
 
 def test_a_grid_s_table_averages_seeds_and_says_what_is_missing():

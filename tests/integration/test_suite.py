@@ -180,7 +180,7 @@ class Browser:
         """Return the value of a script in the page."""
         return self.call("/execute/sync", {"script": script, "args": []})
 
-    def until(self, script, seconds=60):
+    def until(self, script, seconds=120):
         deadline = time.monotonic() + seconds
         while not (found := self.run(script)):
             assert time.monotonic() < deadline, script
