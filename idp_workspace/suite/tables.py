@@ -219,13 +219,14 @@ def reference_of(suite: Suite, method: str) -> str | None:
 
 
 def score_table(suite: Suite, rows: Sequence[Row]) -> Table:
-    """The evaluations after training: one line for each task, method and backbone, best first in each task."""
-    several = len(suite.axis("task")) > 1
+    """The evaluations after training: one line for each task, method and backbone, best first in each task and group."""
+    several, groups = len(suite.axis("task")) > 1, suite.axis("group")
     also = list(suite.also)
     out = Table(
         "Evaluation after training" if suite.evaluates else "Last evaluation of the training",
         [
             *(["task"] if several else []),
+            *(["group"] if len(groups) > 1 else []),
             *(
                 "method",
                 "backbone",
@@ -246,8 +247,12 @@ def score_table(suite: Suite, rows: Sequence[Row]) -> Table:
     )
     found = dict(cells_of(suite, rows))
     numbers = {key: group_numbers(group) for key, group in found.items()}
-    order = {task: number for number, task in enumerate(suite.axis("task"))}
-    for key in sorted(found, key=lambda key: (order[key[0]], -(numbers[key]["score"] or 0))):
+    tasks = suite.axis("task")
+
+    def place(key: tuple[str, str, str]) -> tuple[int, int, float]:
+        return tasks.index(key[0]), groups.index(found[key][0]["group"]), -(numbers[key]["score"] or 0)
+
+    for key in sorted(found, key=place):
         task, method, backbone = key
         group, each = found[key], numbers[key]
         reference = reference_of(suite, method)
@@ -255,6 +260,7 @@ def score_table(suite: Suite, rows: Sequence[Row]) -> Table:
         out.add(
             [
                 *([task] if several else []),
+                *([group[0]["group"] or "-"] if len(groups) > 1 else []),
                 method,
                 backbone,
                 (number(each["score"], ".3f"), group),

@@ -370,6 +370,19 @@ def test_scores_and_claims(made):
     assert second["interval_95"][0] < second["number"] < second["interval_95"][1] and second["runs"] == 8
 
 
+def test_methods_of_a_group_stand_together(tmp_path):
+    methods = {name: {"overrides": "objective=idp", "group": group} for name, group in zip("abcd", "xyxy")}
+    suite = load(tmp_path, methods=methods, reference="a")
+    fabricate(suite, records_each=6)
+    table = tables.score_table(suite, records.rows_of(suite))
+    assert table.head[:2] == ["group", "method"] and [line[:2] for line in table.lines] == [
+        ["x", "a"],
+        ["x", "c"],
+        ["y", "b"],
+        ["y", "d"],
+    ]
+
+
 def test_the_report_and_the_front_page(made, monkeypatch, capsys):
     suite, _ = made
     results = suite.output.parent / "results"
