@@ -219,7 +219,7 @@ def reference_of(suite: Suite, method: str) -> str | None:
 
 
 def score_table(suite: Suite, rows: Sequence[Row]) -> Table:
-    """The evaluations after training: one line for each task, method and backbone, best first in each task and group."""
+    """The evaluations after training: a line for each task, method and backbone, best first in each task and group."""
     several, groups = len(suite.axis("task")) > 1, suite.axis("group")
     also = list(suite.also)
     out = Table(
