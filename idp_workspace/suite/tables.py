@@ -146,6 +146,9 @@ def paper_table(suite: Suite, rows: Sequence[Row], backbones: list[str], beside:
                 out.add(line)
     if counts and counts != {1}:
         out.note += f" {min(counts)}{f' to {max(counts)}' if len(counts) > 1 else ''} seeds."
+    fewest = min((row["evaluations"] for row in rows), default=0)
+    if fewest < 5:
+        out.note += f" A run has only {fewest} evaluations."
     if beside is not None:
         out.note += f" *Published* are {beside.form} of {beside.source}: another scale of networks, steps and data."
     return out
