@@ -14,12 +14,7 @@ def seed_table(study: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
     Intervals (95 %) are over training seeds and starts, which are both drawn again with replacement.
     """
-    found = {row["name"]: row for row in rows}
-    groups = {
-        run["name"]: made
-        for run in study["runs"]
-        if (made := [found[name] for seed in study["seeds"] if (name := f"{run['name']} {seed}") in found])
-    }
+    groups = groups_of(study, rows)
     reference = groups.get(study.get("reference", ""))
     minus = f"minus {study['reference']}" if reference else ""
     also = list(study.get("also", {}))
@@ -40,6 +35,16 @@ def seed_table(study: dict[str, Any], rows: list[dict[str, Any]]) -> str:
             f"| {mean_of(group, 'inference_ms', '{:.2f}')} |"
         )
     return "\n".join(lines)
+
+
+def groups_of(study: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each run that was made, one for each seed."""
+    found = {row["name"]: row for row in rows}
+    return {
+        run["name"]: made
+        for run in study["runs"]
+        if (made := [found[name] for seed in study["seeds"] if (name := f"{run['name']} {seed}") in found])
+    }
 
 
 def score_of(group: list[dict[str, Any]]) -> float:

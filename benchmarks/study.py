@@ -30,7 +30,7 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
-from benchmarks import study_open_loop
+from benchmarks import cost_figure, study_open_loop
 from benchmarks.comparison import seed_table
 from diffusion_policy.common.errors import ConfigError
 from diffusion_policy.storage.atomic import write_text
@@ -199,16 +199,18 @@ def tables(study: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
 
 def write(study: dict[str, Any], rows: list[dict[str, Any]], command: str, folder: pathlib.Path) -> None:
-    """Write results.json and README.md."""
+    """Write results.json, README.md and, for a study with seeds and costs, cost.png."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {key: value for key, value in study.items() if key != "output"}
     write_json(folder / "results.json", {"command": command, "study": settings, "rows": rows})
     reused = sum(bool(row.get("reused")) for row in rows)
+    drawn = "seeds" in study and not open_loop(study) and cost_figure.draw(study, rows, folder)
     paragraphs = [
         f"# {study['title']}",
         study["description"],
         tables(study, rows),
         f"Made by an earlier study: {reused} of {len(rows)} rows (* or `reused` in results.json)." if reused else "",
+        f"![score against the cost of a training]({cost_figure.NAME})" if drawn else "",
         study.get("notes", ""),
         "" if open_loop(study) else TIMES,
         f"Made with `{command}`; the command, commit, versions and dataset of every run are in results.json.",
