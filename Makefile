@@ -22,7 +22,8 @@ CONFIG ?= train_idp_mlp_lowdim
 PRESET ?= cpu
 ARGS ?=
 APT := apt-get install -y -q libosmesa6
-BROWSER := { apt-get install -y -q chromium chromium-driver || { apt-get update -q && apt-get install -y -q chromium chromium-driver; }; }
+BROWSE := apt-get install -y -q chromium chromium-driver
+BROWSER := { $(BROWSE) || { apt-get update -q && $(BROWSE); }; }
 RENDERER := { [ "$$(id -u)" = 0 ] && $(APT) >/dev/null 2>&1 || { apt-get update -q && $(APT); } >/dev/null 2>&1; }
 # Whole files of tests go to a worker because tests of a file share slow fixtures. Tests start many processes: waiting
 # OpenMP threads must not spin, or they take the cores from each other. A single run is twice as fast when they do
