@@ -6,6 +6,7 @@ import argparse
 import fnmatch
 import itertools
 import pathlib
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -128,6 +129,7 @@ def run(options: argparse.Namespace) -> None:
     again = shell_command("python", "-m", "idp_workspace.suite", *sys.argv[1:])
     if not scheduler.finished:
         scheduler.made = provenance()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs deaf to it
         try:
             scheduler.loop(View())
         except KeyboardInterrupt:

@@ -138,4 +138,4 @@ def test_latency_beside_a_trained_policy(run, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         latency.main(["-c", str(run), "-b", str(other), *short])
     torch.set_num_threads(threads)
-    assert "observes something else" in capsys.readouterr().err
+    assert "has other observations than" in capsys.readouterr().err

@@ -24,7 +24,9 @@ def test_the_simulator_runs_in_real_time(checkpoint, exported, tmp_path, capsys)
     if exported:
         export.main(["-c", str(checkpoint), "-o", str(tmp_path / "model.onnx")])
         checkpoint = tmp_path / "model.onnx"
-    main(["-c", str(checkpoint), "--hz", "100", "--seconds", "0.5", "-o", str(tmp_path / "out"), "--max-step", "5"])
+    # A busy machine may keep a plan waiting for seconds.
+    options = ["--hz", "100", "--seconds", "0.5", "--max-step", "5", "--watchdog", "30"]
+    main(["-c", str(checkpoint), "-o", str(tmp_path / "out"), *options])
     report = json.loads((tmp_path / "out/cadence.json").read_text())
     assert report["steps"] >= 50 and report["fault"] is None and report["plans"]["accepted"] > 0
     out = capsys.readouterr().out
@@ -53,7 +55,7 @@ class Arm:
 def test_a_robot_of_ones_own(checkpoint, tmp_path, monkeypatch):
     (tmp_path / "my_arm.py").write_text(ROBOT)
     monkeypatch.chdir(tmp_path)
-    main(["-c", str(checkpoint), "--robot", "my_arm:Arm", "-o", "out"])
+    main(["-c", str(checkpoint), "--robot", "my_arm:Arm", "-o", "out", "--watchdog", "30"])
     import my_arm
 
     assert my_arm.Arm.closed == 1
