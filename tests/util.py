@@ -2,6 +2,7 @@
 
 import pathlib
 import subprocess
+import time
 
 import hydra
 import torch
@@ -20,6 +21,7 @@ __all__ = [
     "load_config",
     "train_here",
     "unit_normalizer",
+    "wait_for",
     "write_point_clouds",
     "write_pusht",
 ]
@@ -63,3 +65,13 @@ def unit_normalizer(obs_dim: int, action_dim: int) -> LinearNormalizer:
         }
     )
     return normalizer
+
+
+def wait_for(found, process, seconds=240):
+    """Return the first true result of found()."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        if result := found():
+            return result
+        time.sleep(0.05)
+    raise AssertionError(process.communicate()[0] if process.poll() is not None else "nothing happened")

@@ -19,7 +19,7 @@ from diffusion_policy.scripts import train as train_script
 from diffusion_policy.storage import checkpoint_io
 from diffusion_policy.workspace import signals
 from diffusion_policy.workspace.sweep import Outcomes, Sweep
-from tests.util import ROOT, equal, train_here, write_pusht
+from tests.util import ROOT, equal, train_here, wait_for, write_pusht
 
 RUN = ("--config-name=train_idp_mlp_lowdim", "preset=debug", "task.env_runner=null")
 
@@ -75,16 +75,6 @@ def test_the_outcomes_of_an_earlier_sweep_do_not_count(tmp_path, monkeypatch):
 def children(process):
     text = pathlib.Path(f"/proc/{process}/task/{process}/children").read_text()
     return [int(word) for word in text.split()]
-
-
-def wait_for(found, process, seconds=240):
-    """Return the first true result of found()."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and process.poll() is None:
-        if result := found():
-            return result
-        time.sleep(0.05)
-    raise AssertionError(process.communicate()[0] if process.poll() is not None else "nothing happened")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")

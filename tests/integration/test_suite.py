@@ -16,7 +16,7 @@ import pytest
 
 from idp_workspace.suite import grid, jobs, launchers, records, report, scheduler
 from tests.suite_runs import fabricate, video, write_suite
-from tests.util import ROOT, write_pusht
+from tests.util import ROOT, wait_for, write_pusht
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="kills processes and finds them in /proc")
 
@@ -35,16 +35,6 @@ def start(file, output, *arguments):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     options = dict(cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return subprocess.Popen(command, **options)
-
-
-def wait_for(found, process, seconds=240):
-    """Return the first true result of found()."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and process.poll() is None:
-        if result := found():
-            return result
-        time.sleep(0.05)
-    raise AssertionError(process.communicate()[0] if process.poll() is not None else "nothing happened")
 
 
 def steps(folder):
