@@ -4,7 +4,8 @@
     python -m benchmarks.runtime --seconds 30 --only "MLP, 200 Hz"
 
 The robot is a pair of functions that cost nothing, so that what is measured is the loop, the worker beside it and the
-machine. Weights are random: latency does not depend on them. Writes results.json, README.md and a plot per case to
+machine. Weights are random: latency does not depend on them. A probe of each core notes when the machine itself stood
+still, see `benchmarks.stalls`. Writes results.json, README.md and a plot per case to
 results/runtime/; cases that are not run keep their rows.
 """
 
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import stalls
 from benchmarks.__main__ import machine
 from benchmarks.process_planner import ProcessPlanner
 from benchmarks.untrained import untrained
@@ -56,8 +58,11 @@ def predictor(config: str, preset: str) -> ChunkPredictor:
     return ChunkPredictor(untrained(config, f"preset={preset}")[0])
 
 
-def run(case: Case, seconds: float, real_time: bool) -> CadenceReport:
-    """Run one case. A slow policy stops and goes, so the watchdog is off."""
+def run(case: Case, seconds: float, real_time: bool) -> tuple[CadenceReport, dict[str, Any]]:
+    """Run one case; return its report, and what the machine did meanwhile.
+
+    A slow policy stops and goes, so the watchdog is off.
+    """
     plan = predictor(case.config, case.preset)
     interface = plan.interface
     values = np.random.default_rng(0).random((1000, *interface.observation["obs"].shape))
@@ -73,21 +78,43 @@ def run(case: Case, seconds: float, real_time: bool) -> CadenceReport:
         real_time=real_time,
         planner=(lambda _: ProcessPlanner(predictor, case.config, case.preset)) if case.process else ThreadPlanner,
     )
-    return executor.run(seconds=seconds)
+    found: list[tuple[float, float]] = []
+    with stalls.watched(found) as watched:
+        report = executor.run(seconds=seconds)
+    return report, beside_stalls(report, found) if watched else {}
+
+
+def beside_stalls(report: CadenceReport, found: list[tuple[float, float]]) -> dict[str, Any]:
+    """The stalls of the machine in a run, and the late steps that would have been late without them."""
+    period, lateness = 1 / report.hz, report.lateness
+    stood = stalls.overlap(report.due, report.due + lateness, found)
+    own = int(((lateness > period) & (lateness - stood > period)).sum())
+    # A step is missed because the one before it was late.
+    return {
+        "stalls": len(found),
+        "longest_stall_ms": 1000 * max((end - begin for begin, end in found), default=0.0),
+        "late_without_stalls": own + report.counts["missed"] if own else 0,
+    }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     head = (
-        "| case | minutes | steps | late | worst, ms | p99, ms | plan p50, ms | plans used | steps held |\n"
-        "|---|---|---|---|---|---|---|---|---|\n"
+        "| case | minutes | steps | late | without stalls | stalls, longest | worst, ms | p99, ms | plan p50, ms "
+        "| plans used | steps held |\n"
+        "|---|---|---|---|---|---|---|---|---|---|---|\n"
     )
     lines = [
-        f"| {row['name']} | {row['seconds'] / 60:.1f} | {row['steps']} | {row['late_steps']} | {row['worst_ms']:.1f} "
+        f"| {row['name']} | {row['seconds'] / 60:.1f} | {row['steps']} | {row['late_steps']} "
+        f"| {row.get('late_without_stalls', '-')} | {stalled(row)} | {row['worst_ms']:.1f} "
         f"| {row['lateness_ms']['p99']:.2f} | {row['plans']['latency_ms']['p50']:.1f} | {row['plans']['accepted']} "
         f"| {row['held_steps']} |"
         for row in rows
     ]
     return head + "\n".join(lines)
+
+
+def stalled(row: dict[str, Any]) -> str:
+    return f"{row['stalls']}, {row['longest_stall_ms']:.1f} ms" if "stalls" in row else "-"
 
 
 README = """# The real-time runtime
@@ -96,6 +123,10 @@ How well `ActionChunkExecutor` keeps its rate beside a policy on one thread. A s
 over after the next step was due; `worst` and `p99` are the time from a step's due time to the end of its work. A new
 plan is requested every 8 steps. `steps held` is the time without an action: a policy that is slower than its chunk
 makes the robot stop and go, and the loop is punctual all the same.
+
+`stalls` are the machine's own: a program on each core that does nothing but sleep for a millisecond at a time, with a
+higher priority than the loop and its worker, woke more than 2 ms late. `without stalls` are the steps that are late
+when the time of the stalls is taken off.
 
 {table}
 
@@ -131,9 +162,9 @@ def main(arguments: list[str] | None = None) -> None:
         if options.only and case.name not in options.only:
             continue
         about = {"name": case.name, "seconds": options.seconds, "target": case.target, "machine": machine()}
-        report = run(case, options.seconds, not options.ordinary)
-        print(f"{case.name}\n{report}\n", flush=True)
-        rows[case.name] = about | report.as_dict()
+        report, machine_stalls = run(case, options.seconds, not options.ordinary)
+        print(f"{case.name}\n{report}\n{machine_stalls}\n", flush=True)
+        rows[case.name] = about | report.as_dict() | machine_stalls
         write(options.output, [rows[name] for name in names if name in rows])
         report.plot(options.output / f"{re.sub('[^a-z0-9]+', '_', case.name.lower()).strip('_')}.png")
 

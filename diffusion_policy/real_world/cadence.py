@@ -48,9 +48,14 @@ class CadenceReport:
         self._times.append(times)
 
     @property
+    def due(self) -> np.ndarray:
+        """When each step was due, in seconds of the clock."""
+        return np.array(self._due)
+
+    @property
     def lateness(self) -> np.ndarray:
         """Seconds between the due time of each step and the end of its work."""
-        return self._table[:, -1] - np.array(self._due)
+        return self._table[:, -1] - self.due
 
     @property
     def _table(self) -> np.ndarray:
@@ -118,7 +123,7 @@ class CadenceReport:
         FigureCanvasAgg(figure)
         steps, plans = figure.subplots(1, 2)
         begin = self._due[0] if self._due else 0.0
-        steps.plot(np.array(self._due) - begin, 1000 * self.lateness, ".", markersize=2)
+        steps.plot(self.due - begin, 1000 * self.lateness, ".", markersize=2)
         steps.axhline(1000 / self.hz, color="tab:red", linewidth=1, label="late above")
         steps.set(xlabel="time, s", ylabel="action handed over after due time, ms", yscale="log")
         steps.legend(loc="upper right")
