@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import math
 import pathlib
+import zlib
 from typing import Any
 
 import numpy as np
@@ -72,4 +74,23 @@ def drawn_weights(case: dict[str, Any]) -> dict[str, torch.Tensor]:
     total = sum(value.double().abs().sum().item() for key, value in weights.items() if key not in case["buffers"])
     if abs(total - case["weights"]["sum_abs"]) > 1e-6 * total:
         raise RuntimeError("this torch draws other random numbers than the one the weights were drawn with")
+    return weights
+
+
+def named_weights(shapes: dict[str, Any], scale: float | None = None) -> dict[str, torch.Tensor]:
+    """Weights that follow from their names and shapes.
+
+    They are uniform random numbers in [-scale, scale]. Without a scale, the outputs of a layer are about as large as
+    its inputs, and weights of normalisations are around 1. Every version of numpy and torch gives the same numbers.
+    """
+    weights = {}
+    for name, shape in shapes.items():
+        numbers = np.random.RandomState(zlib.crc32(name.encode())).uniform(-1, 1, shape)
+        if scale is not None:
+            numbers *= scale
+        elif len(shape) > 1:
+            numbers *= math.sqrt(3 / math.prod(shape[1:]))
+        else:
+            numbers = 0.1 * numbers + name.endswith("weight")
+        weights[name] = torch.from_numpy(numbers).float()
     return weights
