@@ -65,7 +65,7 @@ def policy_section(settings: Settings) -> dict[str, Any]:
     features, entries = inputs(settings), names(settings)
     action_dim = settings["output_features"][ACTION]["shape"][0]
     backbone, n_emb, n_obs_steps = settings["backbone"], settings["n_emb"], settings["n_obs_steps"]
-    section = {"_target_": TARGET, **{name: settings[name] for name in SIZES}}
+    section = {"_target_": TARGET, **{name: settings[name] for name in SIZES}, "action_dim": action_dim}
     if cameras(settings):
         kinds = {key: {"type": "rgb"} if key in cameras(settings) else {} for key in features}
         obs = {entries[key]: {"shape": list(feature["shape"])} | kinds[key] for key, feature in features.items()}
@@ -75,7 +75,7 @@ def policy_section(settings: Settings) -> dict[str, Any]:
         obs_dim = sum(feature["shape"][0] for feature in features.values())
         encoder = {"_target_": f"{NETWORKS}.StateEncoder", "obs_dim": obs_dim}
         encoder |= {"n_obs_steps": n_obs_steps, "emb_dim": n_emb}
-        section |= {"obs_dim": obs_dim, "action_dim": action_dim, "obs_encoder": encoder}
+        section |= {"obs_dim": obs_dim, "obs_encoder": encoder}
     make, conditioning = BACKBONES[backbone]
     section |= {"model": make(settings, action_dim), conditioning: True}
     return section | {name: settings[name] for name in OPTIONS} | dict(settings["switches"])
@@ -146,7 +146,7 @@ def read_section(section: Settings) -> dict[str, Any]:
     model, encoder = section["model"], section["obs_encoder"]
     backbones = {make(EXAMPLE, 1)["_target_"]: name for name, (make, _) in BACKBONES.items()}
     if section.get("shape_meta"):
-        obs, action_dim = section["shape_meta"]["obs"], section["shape_meta"]["action"]["shape"][0]
+        obs = section["shape_meta"]["obs"]
         images = {key for key, entry in obs.items() if entry.get("type") == "rgb"}
         features = {
             f"observation.{'images.' * (key in images)}{key}": {
@@ -156,7 +156,7 @@ def read_section(section: Settings) -> dict[str, Any]:
             for key, entry in obs.items()
         }
     else:
-        features, action_dim = {STATE: {"type": "STATE", "shape": [section["obs_dim"]]}}, section["action_dim"]
+        features = {STATE: {"type": "STATE", "shape": [section["obs_dim"]]}}
     options, _ = split_options(IDPOptions, section)
     values = {name: value for name, value in dataclasses.asdict(options).items() if value != DEFAULT_OPTIONS[name]}
     found = EXAMPLE | {name: model[name] for name in ("n_layer", "n_head", *UNET) if name in model}
@@ -165,7 +165,7 @@ def read_section(section: Settings) -> dict[str, Any]:
         "n_emb": encoder["emb_dim"],
         "dropout": model.get("p_drop_attn", model.get("p_drop", 0.0)),
         "input_features": features,
-        "output_features": {ACTION: {"type": "ACTION", "shape": [action_dim]}},
+        "output_features": {ACTION: {"type": "ACTION", "shape": [section["action_dim"]]}},
         "resize_shape": encoder.get("resize_shape"),
         "crop_shape": encoder.get("crop_shape"),
         "vision_width": encoder.get("width", EXAMPLE["vision_width"]),

@@ -61,7 +61,9 @@ def read(folder: pathlib.Path) -> dict[str, Any]:
         weights = {key.removeprefix(prefix): value for key, value in read_tensors(folder, weights_io.WEIGHTS).items()}
         fields = {key: affine(folder, key, settings) for key in (*names, ACTION)}
         weights |= normalizer(names, known.cameras(settings), fields).state_dict(prefix="normalizer.")
-    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError, RuntimeError) as error:
         raise CheckpointError(f"{where} is not a whole checkpoint of LeRobot: {error!r}"[:600]) from error
     cfg = {
         "name": f"lerobot_{settings['type']}",
