@@ -48,9 +48,11 @@ def usable(config: IDPConfig, stats: dict[str, dict[str, Any]]) -> dict[str, dic
         if not needed:
             continue
         low, high = (torch.as_tensor(stats[key][name], dtype=torch.float32) for name in needed)
-        if tuple(low.shape) != tuple(feature.shape) or not bool((low.isfinite() & high.isfinite()).all()):
+        shape = tuple(feature.shape)
+        if not all(tuple(value.shape) == shape and bool(value.isfinite().all()) for value in (low, high)):
             raise ValueError(
-                f"the statistics of {key} must be {tuple(feature.shape)} finite numbers, got {tuple(low.shape)}"
+                f"the statistics {', '.join(needed)} of {key} must be finite and of shape {shape}, got "
+                f"{tuple(low.shape)} and {tuple(high.shape)}"
             )
         first, second = needed
         spread = high if first == "mean" else high - low
