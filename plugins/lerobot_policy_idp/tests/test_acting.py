@@ -53,7 +53,9 @@ def test_reset_forgets(policy):
 def test_one_observation_counts_for_the_whole_history(policy):
     """What the asynchronous server passes: no dimension of time, and no queue."""
     policy.select_action(observation(0.5))  # does not matter
-    assert torch.equal(policy.predict_action_chunk(observation(0.2)), policy.predict_action_chunk(history(0.2, 0.2, 0.2)))
+    assert torch.equal(
+        policy.predict_action_chunk(observation(0.2)), policy.predict_action_chunk(history(0.2, 0.2, 0.2))
+    )
 
 
 def test_one_network_call_per_chunk(policy):
@@ -162,7 +164,9 @@ def test_missing_statistics():
         make_idp_pre_post_processors(cfg, known)
     known = stats(cfg)
     known["action"]["max"] = torch.zeros(7)
-    with pytest.raises(ValueError, match=r"min, max of action must be finite and of shape \(3,\), got \(3,\) and \(7,\)"):
+    with pytest.raises(
+        ValueError, match=r"min, max of action must be finite and of shape \(3,\), got \(3,\) and \(7,\)"
+    ):
         make_idp_pre_post_processors(cfg, known)
 
 
