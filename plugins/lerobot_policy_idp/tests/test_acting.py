@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 import pytest
 import torch
-from lerobot.configs import FeatureType, NormalizationMode, PolicyFeature
+from conftest import ROOT
+from lerobot.configs import FeatureType, NormalizationMode, PolicyFeature, PreTrainedConfig
 from lerobot.datasets.lerobot_dataset import LeRobotDatasetMetadata
 from lerobot.policies import make_policy, make_pre_post_processors
 from lerobot.rollout.inference.rtc import supports_rtc_inference
-from lerobot_policy_idp import IDPPolicy, make_idp_pre_post_processors
+from lerobot_policy_idp import IDPConfig, IDPPolicy, make_idp_pre_post_processors
 from lerobot_policy_idp.modeling_idp import continued
 from test_equal_numbers import A, config, stats
 
@@ -92,6 +96,17 @@ def test_the_loss_does_not_see_padded_actions(policy):
     other = {**batch, "action": torch.where(padded[..., None], 7.0, batch["action"])}
     torch.testing.assert_close(policy(other)[0], loss)
     assert not torch.allclose(policy({key: x for key, x in other.items() if key != "action_is_pad"})[0], loss)
+
+
+def test_the_settings_of_the_documentation_exist():
+    text = (ROOT / "docs/lerobot.md").read_text()
+    table = re.findall(r"^\| (`.*?) \|", text, re.M)
+    named = {*re.findall(r"--policy\.(\w+)", text), *(name for row in table for name in re.findall(r"`(\w+)`", row))}
+    fields = {field.name for field in dataclasses.fields(IDPConfig)}
+    assert len(named) > 20 and named - {"type", "path"} <= fields
+    documented = fields - {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    hidden = {"normalization_mapping", "kernel_size", "n_groups", "scheduler_name"}
+    assert documented - named <= hidden | {name for name in fields if name.startswith("optimizer_")}
 
 
 # ---------------------------------------------------------------------- what a user can get wrong
