@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -60,6 +61,20 @@ def test_training_and_continuing(pusht, tmp_path, monkeypatch, optimizer):
     run(lerobot_train, *arguments, monkeypatch=monkeypatch)
     for key, value in weights(whole).items():
         torch.testing.assert_close(value, expected[key], msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_several_processes_compare_all_samples(pusht, tmp_path):
+    """Two processes with 16 samples each: a sample has more neighbours than its own process has."""
+    command = [
+        Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node=2",
+        Path(sys.executable).with_name("lerobot-train"), "--policy.type=idp", *SMALL, *CPU,
+        "--dataset.repo_id=local/test", f"--dataset.root={pusht}", f"--output_dir={tmp_path / 'run'}",
+        "--batch_size=16", "--steps=2", "--log_freq=1", "--policy.switches={\"tau\": 10.0}",
+    ]  # fmt: skip
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [float(number) for number in re.findall(r"effective_neighbors:([\d.]+)", done.stderr + done.stdout)]
+    assert found and min(found) > 24
 
 
 @pytest.mark.parametrize("backbone", ["transformer", "unet", "mlp"])
