@@ -237,8 +237,8 @@ def test_the_asynchronous_server(robot_policy, tmp_path, monkeypatch):
     np.testing.assert_allclose(actions[0], policy.predict_action({"obs": first})["action"][0, 0], rtol=1e-3)
 
 
-def test_the_server_is_a_command():
+def test_the_server_is_a_command(tmp_path):
     """LeRobot's, with its arguments."""
     command = [sys.executable, "-m", "lerobot_policy_idp.policy_server", "--host=127.0.0.1", "--port=0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)  # it writes logs/
     assert done.returncode == 1 and "Port must be between 1 and 65535, got 0" in done.stderr
