@@ -290,9 +290,9 @@ def page(result: dict[str, Any]) -> str:
         lines += [
             "",
             "The small preset of this project scores 0.91 (0.88 to 0.94) after 5,000 steps of 128 windows on its own",
-            "starts ([pusht_methods](../pusht_methods/README.md)). It sees features of the pose and acts with",
-            "averaged weights; here the policy sees eight corners of the block, acts with the last weights, and",
-            "gym-pusht draws the starts.",
+            "starts ([pusht_methods](../pusht_methods/README.md)). It sees more windows, features of the pose, and",
+            "acts with averaged weights; here the policy sees eight corners of the block, acts with the last weights,",
+            "and gym-pusht draws the starts.",
         ]
     return "\n".join([*lines, ""])
 
