@@ -2,11 +2,12 @@
 # make train      train IDP on PushT with the small preset, evaluate it, show where everything is
 # make test       install and run the test suite
 # make test-fast  run the unit tests only, in under three minutes
-# make test-lerobot  check that lerobot opens what inspect_data writes, in .venv-lerobot (Python 3.12, several GB)
+# make test-lerobot  IDP inside LeRobot, its data, and the unit tests, in .venv-lerobot (Python 3.12, several GB)
 # make lint       ruff (rules and format) and mypy
 # make format     let ruff rewrite the files
 # make docs       build the documentation into site/
 # make bench      speed and memory, as ratios within one run; writes results/bench.json
+# make bench-lerobot  IDP inside LeRobot: time of a training step, score on PushT; writes results/lerobot
 # make fuzz       bad input for every reader, 10,000 cases; writes results/reliability/fuzz.json
 # make faults     runs that are killed, damaged and left without space; writes results/reliability/faults.json
 # make mistakes   what newcomers do wrong, and the answers; writes results/reliability/mistakes.json
@@ -30,7 +31,7 @@ RENDERER := { [ "$$(id -u)" = 0 ] && $(APT) >/dev/null 2>&1 || { apt-get update 
 # spin, so the other targets leave that setting alone.
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
-.PHONY: setup train test test-fast test-lerobot lint format docs bench fuzz faults mistakes soak clean
+.PHONY: setup train test test-fast test-lerobot lint format docs bench bench-lerobot fuzz faults mistakes soak clean
 setup: $(VENV)/.installed
 
 # torch first and alone: a pinned version keeps pip from choosing another build for the packages after it.
@@ -65,10 +66,13 @@ $(DOCS)/.installed: requirements-docs.txt
 	$(DOCS)/bin/python $(PIP) -r requirements-docs.txt
 	@touch $@
 
-# lerobot accepts no torch as new as ours, and its newest version no Python 3.11.
-$(LEROBOT)/.installed:
+# lerobot accepts no torch as new as ours, and its newest version no Python 3.11. The plugin depends on this project,
+# which comes first, from here. The tests of this project need pytest's plugins.
+$(LEROBOT)/.installed: pyproject.toml setup.py plugins/lerobot_policy_idp/pyproject.toml
 	$(PYTHON312) -m venv $(LEROBOT)
-	$(LEROBOT)/bin/python $(PIP) 'lerobot[dataset]==0.6.1'
+	$(LEROBOT)/bin/python $(PIP) 'lerobot[dataset,training,pusht,async]==0.6.1' pytest pytest-xdist hypothesis
+	$(LEROBOT)/bin/python $(PIP) -e '.[lerobot-data]'
+	$(LEROBOT)/bin/python $(PIP) -e plugins/lerobot_policy_idp
 	@touch $@
 
 train: setup
@@ -80,8 +84,10 @@ test: setup $(VENV)/.browser
 test-fast: setup
 	$(PYTEST) tests/unit $(ARGS)
 
-test-lerobot: setup $(LEROBOT)/.installed
-	LEROBOT_PYTHON=$(CURDIR)/$(LEROBOT)/bin/python $(PY) -m pytest tests/unit/test_conversion.py -k lerobot_opens $(ARGS)
+test-lerobot: $(LEROBOT)/.installed
+	OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 $(LEROBOT)/bin/python -m pytest plugins/lerobot_policy_idp/tests $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 LEROBOT_PYTHON=$(CURDIR)/$(LEROBOT)/bin/python \
+	    $(LEROBOT)/bin/python -m pytest tests/unit --numprocesses=auto --maxprocesses=4 --dist=loadfile $(ARGS)
 
 lint: $(VENV)/.linters
 	$(PY) -m ruff check .
@@ -99,6 +105,9 @@ docs: $(DOCS)/.installed
 bench: setup
 	$(PY) $(PIP) --no-deps gym-pusht==0.1.8
 	$(PY) -m benchmarks --output results/bench.json $(ARGS)
+
+bench-lerobot: $(LEROBOT)/.installed
+	OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 $(LEROBOT)/bin/python -m benchmarks.lerobot_plugin $(ARGS)
 
 fuzz faults mistakes soak: setup
 	OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 $(PY) -m benchmarks.$@ --output results/reliability/$@.json $(ARGS)

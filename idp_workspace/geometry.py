@@ -36,6 +36,8 @@ class Samples(NamedTuple):
     """Actions (N, H, D)."""
     first: int = 0
     """Where the first of those that look for neighbours is itself."""
+    mask: Tensor | None = None
+    """Which steps of the actions were recorded (N, H), see `padding`; None: all."""
 
 
 # ------------------------------------------------------------------ Section 4.2: conditional expert geometry
@@ -89,7 +91,7 @@ def precision(v: Tensor, eps: float | Tensor = EPS) -> Tensor:
 
 def excess(phi: Tensor, a: Tensor, eps: float = EPS, among: Samples | None = None) -> Tensor:
     """m = ReLU(s_cond / (s_ref + eps) - 1), Eq. (10): (B, H, D)."""
-    phi_j, a_j, _ = among or Samples(phi, a)
+    phi_j, a_j = (among or Samples(phi, a))[:2]
     w = neighbor_weights(phi, eps=eps, among=phi_j)
     s_cond = precision(conditional_variance(w, a, a_j), eps)
     s_ref = precision(reference_variance(a_j), eps)
@@ -118,7 +120,7 @@ def compute_excess(
     geometry = geometry_variants.bounded(geometry, actions.dtype)
     with torch.autocast(actions.device.type, enabled=False), geometry_variants.without_tf32(actions.device):
         parts = geometry_variants.in_parts(features, actions, among)
-        if geometry.is_paper:
+        if geometry.is_paper and (among is None or among.mask is None):
             m = [excess(phi, a, eps, others) for phi, a, others in parts]
         else:
             m = [geometry_variants.excess(phi, a, geometry, v_ref, eps, others) for phi, a, others in parts]

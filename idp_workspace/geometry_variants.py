@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from diffusion_policy.model.common.normalizer import LinearNormalizer
-from idp_workspace import geometry
+from idp_workspace import geometry, padding
 from idp_workspace.geometry import EPS, Samples, conditional_variance, precision, reference_variance
 from idp_workspace.options import Above, AtLeast, Options
 
@@ -96,7 +96,7 @@ def in_parts(
     """Yield at most ROWS samples at a time in float32: phi, a, and among which samples they look for neighbours."""
     phi, a = plain(features).flatten(1), plain(actions)
     if among is not None:
-        among = Samples(plain(among.phi).flatten(1), plain(among.a), among.first)
+        among = among._replace(phi=plain(among.phi).flatten(1), a=plain(among.a))
     elif len(a) > ROWS:
         among = Samples(phi, a)
     for i in range(0, len(a), ROWS):
@@ -118,16 +118,20 @@ def excess(
 ) -> Tensor:
     """Return m (B, H, D), or M (B, H, D, D), for any values of the switches; features and actions in float32."""
     w = neighbor_weights(phi, g, eps, among)
-    a_j = a if among is None else among.a
+    a_j, mask = (a, None) if among is None else (among.a, padding.mask_of(among))
     if g.reference in ("ema", "dataset"):
         if v_ref is None:
             raise ValueError(f"reference={g.reference!r} needs v_ref, the (H, D) variance to compare with")
         v_ref = v_ref.detach().float()
     else:
-        v_ref = reference_variance(a_j)
+        v_ref = reference_variance(a_j) if mask is None else padding.reference_variance(a_j, mask)
     if g.matrix == "full":
         return full_excess(w, a, v_ref, g, eps, a_j).to(a.dtype)
-    v = (conditional_variance if g.center == "expert" else variance_around_mean)(w, a, among and among.a)
+    if mask is not None:
+        padding.check_switches(g)
+        v = padding.conditional_variance(w, a, a_j, mask, g.center)
+    else:
+        v = (conditional_variance if g.center == "expert" else variance_around_mean)(w, a, among and among.a)
     if g.granularity == "dim":
         v, v_ref = v.mean(dim=1, keepdim=True), v_ref.mean(dim=0, keepdim=True)
     normalise = precision_over_chunk if g.granularity == "flat" else precision
@@ -135,7 +139,8 @@ def excess(
     s = normalise(v, floor)
     s_ref = torch.ones_like(v_ref) if g.reference == "none" else normalise(v_ref, floor)
     m = s / (s_ref + eps) - 1 if g.excess == "relative" else s - s_ref
-    return m.clamp(min=0, max=g.m_clip).expand(a.shape)
+    m = m.clamp(min=0, max=g.m_clip).expand(a.shape)
+    return m if mask is None or among is None else padding.where_known(m, w, mask, among.first)
 
 
 @torch.no_grad()
@@ -252,11 +257,12 @@ class ReferenceVariance:
             # Zero until the first batch (ema) or the normaliser's statistics (dataset) fill it.
             self.register_buffer("reference_variance", torch.zeros(horizon, action_dim))  # type: ignore[attr-defined]
 
-    def reference(self, actions: Tensor) -> Tensor | None:
+    def reference(self, actions: Tensor, mask: Tensor | None = None) -> Tensor | None:
         """Return v_ref for a batch, after updating a running average; None if the batch is the reference."""
         if self.options.reference == "ema" and self.training:
             first = not bool(self.reference_variance.any())
-            self.reference_variance.lerp_(reference_variance(actions), 1.0 if first else 1 - EMA_RATE)
+            v = reference_variance(actions) if mask is None else padding.reference_variance(actions, mask.float())
+            self.reference_variance.lerp_(v, 1.0 if first else 1 - EMA_RATE)
         return self.reference_variance if self.options.reference in ("ema", "dataset") else None
 
     def take_reference_from(self, normalizer: LinearNormalizer) -> None:

@@ -109,7 +109,7 @@ class Remembering(Policy):
     def among(self, batch: Samples) -> Samples | None:
         """Return the samples among which those of a process look for neighbours; None for those alone."""
         if self.bank is None or len(self.bank) == 0 or not self.training:
-            return batch if ranks.size() > 1 and self.training else None
+            return batch if batch.mask is not None or (ranks.size() > 1 and self.training) else None
         return self.bank.extended(batch)
 
     def loss_of(self, obs: Tensor | dict[str, Tensor], actions: Tensor) -> Tensor:

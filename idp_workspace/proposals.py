@@ -10,7 +10,7 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
-from idp_workspace import drifting, ranks
+from idp_workspace import drifting, padding, ranks
 from idp_workspace.options import AtLeast, Options, numbers, unknown_argument
 
 if TYPE_CHECKING:
@@ -87,8 +87,10 @@ def inputs(cond: Tensor, zeros: Tensor, p: Proposal) -> tuple[Tensor, Tensor]:
     return cond, start(zeros, p)
 
 
-def energies(policy: IDPPolicy, cond: Tensor, a: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what replaces `IDPPolicy.energies` beyond the paper: each (B, H), or their means if part has a probe."""
+def energies(
+    policy: IDPPolicy, cond: Tensor, a: Tensor, m: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return what replaces `IDPPolicy.energies` beyond the paper: at each step, or their means if part has a probe."""
     from idp_workspace.policy.idp import potential
 
     o, t, f = policy.options, policy.options.t_star, policy.generator
@@ -101,6 +103,8 @@ def energies(policy: IDPPolicy, cond: Tensor, a: Tensor, m: Tensor) -> tuple[Ten
         z = f(cond, probe(a, t), t) if n else a[:0]
     e_y = energy(y, a, m, o, policy.training)
     e_z = potential((z - a[:n]) / (1 - t), m[:n] * o.geometry_on_probe if m.ndim else m, o.energy_power)
+    if mask is not None:
+        e_y, e_z = padding.kept(e_y, mask), padding.kept(e_z, mask)
     if n == len(a):
         return e_y, e_z
     return e_y.mean(), e_z.mean() if n else e_y.new_zeros(())

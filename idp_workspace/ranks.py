@@ -42,11 +42,15 @@ def in_batch_order(x: Tensor) -> Tensor:
     return x.reshape(size(), -1, *x.shape[1:]).transpose(0, 1).flatten(0, 1)
 
 
-def whole_batch(features: Tensor, actions: Tensor, training: bool) -> Samples:
+def whole_batch(features: Tensor, actions: Tensor, training: bool, mask: Tensor | None = None) -> Samples:
     """Return the samples of all ranks; those of this one in an evaluation, which one rank does alone."""
     if size() == 1 or not training:
-        return Samples(features, actions)
-    return Samples(*gathered(features, actions), first=dist.get_rank() * len(features))
+        return Samples(features, actions, mask=mask)
+    first = dist.get_rank() * len(features)
+    if mask is None:
+        return Samples(*gathered(features, actions), first=first)
+    features, actions = gathered(features, torch.cat([actions, mask.unsqueeze(-1).to(actions.dtype)], dim=-1))
+    return Samples(features, actions[..., :-1], first, actions[..., -1] > 0)
 
 
 @torch.no_grad()

@@ -5,7 +5,8 @@ A checkpoint is one torch.save file of dicts, lists, numbers, strings and tensor
     format, cfg, state_dicts {name: state}, attributes {name: value}, versions
 
 Upstream's checkpoints are dill pickles, which run code when they are opened; they need trust=True. `load` also reads
-exported weights, a folder with `model.safetensors` and `config.json` (see weights_io), and exported graphs (onnx_io).
+exported weights, a folder with `model.safetensors` and `config.json` (see weights_io), exported graphs (onnx_io), and
+checkpoints of LeRobot (lerobot_io).
 """
 
 from __future__ import annotations
@@ -94,9 +95,9 @@ def load(
     """
     path = pathlib.Path(path)
     if path.is_dir():
-        from diffusion_policy.storage import weights_io
+        from diffusion_policy.storage import lerobot_io, weights_io
 
-        payload = weights_io.read(path)
+        payload = lerobot_io.read(path) if lerobot_io.is_checkpoint(path) else weights_io.read(path)
     elif path.is_file() and path.suffix == ".onnx":
         from diffusion_policy.storage import onnx_io
 

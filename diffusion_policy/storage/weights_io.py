@@ -42,7 +42,7 @@ def acting_config(cfg: dict[str, Any]) -> dict[str, Any]:
         values = cfg.get(section)
         return {name: values[name] for name in names if name in values} if isinstance(values, dict) else {}
 
-    out = {name: cfg[name] for name in ("name", "policy") if name in cfg}
+    out = {name: cfg[name] for name in ("name", "policy", "lerobot") if name in cfg}
     task = part("task", ("name", "env_runner", "representation"))
     return out | {"task": task, "training": part("training", ("seed", "use_ema"))}
 

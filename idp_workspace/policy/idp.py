@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from diffusion_policy.model.common.normalizer import LinearNormalizer
-from idp_workspace import ranks
+from idp_workspace import padding, ranks
 from idp_workspace.geometry import Samples, compute_excess
 from idp_workspace.geometry_variants import ReferenceVariance, statistics
 from idp_workspace.memory_bank import Remembering
@@ -52,10 +52,13 @@ class IDPPolicy(ReferenceVariance, Remembering, GeneratorPolicy):
         self._terms: dict[str, Tensor] = {}  # the terms of the last loss, without lambda_prox
 
     # ------------------------------------------------------------------ training
-    def loss(self, cond: Tensor, actions: Tensor) -> Tensor:
-        """Return E(y) + lambda_prox E(z), Eq. (6)."""
-        m = self.excess(cond, actions)
-        e_y, e_z = self.energies(cond, actions, m) if self.options.is_paper_loss else energies(self, cond, actions, m)
+    def loss(self, cond: Tensor, actions: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return E(y) + lambda_prox E(z), Eq. (6), over the steps that were recorded: mask (B, H), see `padding`."""
+        m = self.excess(cond, actions, mask)
+        if self.options.is_paper_loss:
+            e_y, e_z = (padding.kept(e, mask) for e in self.energies(cond, actions, m))
+        else:
+            e_y, e_z = energies(self, cond, actions, m, mask)
         self._terms = {"loss/proposal": e_y.detach()} | ({"loss/probe": e_z.detach()} if self.lambda_prox else {})
         return self.options.loss_scale * (e_y + self.probe_weight() * e_z).mean()
 
@@ -70,14 +73,16 @@ class IDPPolicy(ReferenceVariance, Remembering, GeneratorPolicy):
         """Return the weight of E(z) now, without (t* / (1 - t*))^2, which its residuals over 1 - t* have already."""
         return self.current_lambda() / paper_lambda(self.options.t_star) ** self.options.energy_power
 
-    def excess(self, cond: Tensor, actions: Tensor) -> Tensor:
+    def excess(self, cond: Tensor, actions: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return m for a batch; a scalar 0 without geometry."""
+        if mask is not None:
+            padding.check(mask, actions, self.options)
         if not self.options.geometry:
             return actions.new_zeros(())
         phi = self.generator.embedding(cond)
-        batch = ranks.whole_batch(phi, actions, self.training)
+        batch = ranks.whole_batch(phi, actions, self.training, mask)
         among = self.among(batch)
-        m = compute_excess(phi, actions, self.options, self.reference(batch.a), among=among)
+        m = compute_excess(phi, actions, self.options, self.reference(batch.a, batch.mask), among=among)
         self._last = (phi, m, among)
         return m
 

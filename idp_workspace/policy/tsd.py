@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from idp_workspace.padding import kept
 from idp_workspace.paths import raised, squared_error
 from idp_workspace.policy.idp_options import PAPER_PROPOSAL, paper_lambda
 from idp_workspace.policy.mip import MIPOptions, MIPPolicy
@@ -35,7 +36,7 @@ class TSDPolicy(MIPPolicy):
 
     Options = TSDOptions
 
-    def loss(self, cond: Tensor, actions: Tensor) -> Tensor:
+    def loss(self, cond: Tensor, actions: Tensor, mask: Tensor | None = None) -> Tensor:
         o = self.options
         noisy = actions + (1 - o.t_star) * torch.randn_like(actions)
         first = self.generator(cond, torch.randn_like(actions), 0.0)
@@ -45,4 +46,4 @@ class TSDPolicy(MIPPolicy):
         )  # 1 unless lambda_prox is set or ramped
         first = raised(squared_error((first - noisy) / o.t_star), o.energy_power)
         second = raised(squared_error((second - actions) / (1 - o.t_star)), o.energy_power)
-        return o.loss_scale * (first + share * second).mean()
+        return o.loss_scale * kept(first + share * second, mask).mean()

@@ -3,10 +3,13 @@
 import importlib
 import re
 
+import numpy as np
 import pytest
 import torch
 
-from tests.util import ROOT
+from diffusion_policy.common.replay_buffer import ReplayBuffer
+from diffusion_policy.dataset.recordings import open_recordings
+from tests.util import ROOT, write_pusht
 
 NOTEBOOK = ROOT / "examples/idp_from_scratch.ipynb"
 
@@ -48,6 +51,34 @@ def test_your_own_task(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert example("your_own_task").main(str(tmp_path)) > 0.9
     assert list((tmp_path / "run/eval/media").glob("*.mp4"))
+
+
+@pytest.mark.parametrize("images", [False, True])
+def test_pusht_for_lerobot(tmp_path, capsys, images):
+    """Positions, corners of the block and mirrored episodes, as they are in the recordings of LeRobot."""
+    path = write_pusht(tmp_path / "pusht.zarr", episodes=2, length=12)
+    source = ReplayBuffer.create_from_path(str(path), mode="r+")
+    frames = np.random.default_rng(0).integers(0, 256, (24, 96, 96, 3), dtype=np.uint8)
+    if images:
+        source.data.create_array("img", data=frames)
+    script, state = example("pusht_for_lerobot"), source["state"][:]
+    script.main([str(tmp_path / "out"), "--data", str(path), "--mirror", *["--images"] * images])
+    written = open_recordings(tmp_path / "out")
+    assert written.lengths == [12] * 4 and written.fps == 10 and bool(written.cameras) == images
+    first, mirrored = written.episode(0), written.episode(1)
+    np.testing.assert_allclose(first["observation.state"], state[:12, :2])
+    np.testing.assert_allclose(mirrored["action"], 512 - first["action"][:, ::-1], atol=1e-4)
+    corners = first["observation.environment_state"].reshape(12, 8, 2)
+    centres = np.stack([state[:12, 2] - 60 * np.sin(state[:12, 4]), state[:12, 3] + 60 * np.cos(state[:12, 4])], axis=1)
+    assert (np.linalg.norm(corners - centres[:, None], axis=-1) < 90).all()  # the T is 120 x 120
+    flipped = 512 - corners[:, :, ::-1]
+    distances = np.linalg.norm(
+        mirrored["observation.environment_state"].reshape(12, 8, 1, 2) - flipped[:, None], axis=-1
+    )
+    assert (distances.min(axis=2) < 1e-3).all()  # the same points, in another order
+    with pytest.raises(SystemExit):
+        script.main([str(tmp_path / "none"), "--data", str(write_pusht(tmp_path / "b.zarr")), "--images"])
+    assert "has no images (img)" in capsys.readouterr().err
 
 
 def test_notebook_is_committed_with_outputs():

@@ -63,6 +63,7 @@ def test_an_empty_crop_is_an_error():
 
 
 def test_farthest_points_cover_as_well_as_the_exact_algorithm():
+    pytest.importorskip("fpsample")
     points = np.random.default_rng(0).uniform(size=(2000, 3)).astype(np.float32)
 
     def radius(chosen):

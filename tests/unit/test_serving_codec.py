@@ -3,9 +3,10 @@
 import pickle
 import struct
 
-import msgpack
 import numpy as np
 import pytest
+
+msgpack = pytest.importorskip("msgpack")  # before what imports it
 
 from diffusion_policy.policy.interface import Entry, PolicyInterface
 from diffusion_policy.serving.codec import MessageError, decode, encode

@@ -164,6 +164,7 @@ def test_a_file_that_is_not_a_suite(tmp_path, text, message):
 
 
 def test_the_command_ends_with_one_line_and_2(tmp_path, capsys):
+    pytest.importorskip("submitit")
     file = write_suite(tmp_path / "suite.yaml", eval=["--n_episode", "x"])
     for arguments, message in (
         (["run", str(file), "--preset", "cpu"], "has no preset 'cpu'; there are none"),
@@ -384,6 +385,7 @@ def test_methods_of_a_group_stand_together(tmp_path):
 
 
 def test_the_report_and_the_front_page(made, monkeypatch, capsys):
+    pytest.importorskip("plotly")
     suite, _ = made
     results = suite.output.parent / "results"
     monkeypatch.setattr(report, "ROOT", results.parent)

@@ -18,7 +18,7 @@ class ImageEncoder(nn.Module):
     image key.
 
     Args:
-        shape_meta, crop_shape: as in MultiImageObsEncoder.
+        shape_meta, crop_shape, resize_shape: as in MultiImageObsEncoder.
         width: channels of the ResNet's first stage; 64 is the published size.
     """
 
@@ -28,11 +28,16 @@ class ImageEncoder(nn.Module):
         emb_dim: int = 256,
         crop_shape: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
         width: int = 64,
+        resize_shape: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
     ):
         super().__init__()
         self.output_dim = emb_dim
         self.frame = MultiImageObsEncoder(
-            shape_meta, get_resnet("resnet18", width=width), crop_shape=crop_shape, use_group_norm=True
+            shape_meta,
+            get_resnet("resnet18", width=width),
+            resize_shape=resize_shape,
+            crop_shape=crop_shape,
+            use_group_norm=True,
         )
         (features,) = self.frame.output_shape()
         self.mlp = nn.Sequential(nn.Linear(features, emb_dim), nn.LeakyReLU(), nn.Linear(emb_dim, emb_dim))
