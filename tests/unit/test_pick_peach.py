@@ -11,6 +11,7 @@ import torch
 if importlib.util.find_spec("mujoco") is None:
     pytest.skip("mujoco is not installed", allow_module_level=True)
 
+from benchmarks import pick_peach as benchmark
 from diffusion_policy.common.errors import ConfigError, DataError, DataNotFoundError
 from diffusion_policy.dataset.recorded_dataset import RecordedDataset, RecordedImageDataset
 from diffusion_policy.dataset.recordings import open_recordings
@@ -351,3 +352,27 @@ def test_latency_executes_late_parts_of_longer_chunks_and_holds_when_there_are_n
     # a policy that predicts far enough ahead loses nothing but the first steps
     log = runner(tmp_path, n_latency_steps=4).run(Player(range(100000, 100004), horizon=40))
     assert log["test/mean_score"] >= 0.5
+
+
+# ---------------------------------------------------------------------- the table of the study
+def test_the_table_pools_the_episodes_of_all_training_seeds(tmp_path):
+    def episode(start, placement, failure):
+        return {"start": start, "placement": placement, "failure": failure, "max_reward": float(failure is None)}
+
+    for seed, episodes in (
+        (0, [episode("left", "left", None), episode("right", None, "behind")]),
+        (1, [episode("left", "right", None), episode("right", "right", None)]),
+    ):
+        sides = {f"test/placement/{side}": 0.0 for side in pick_peach_env.PLACEMENTS}
+        score = sum(each["max_reward"] for each in episodes) / 2
+        log = {"episodes": episodes, "test/mean_score": score, "n_latency_steps": seed, "latency_ms": {"p50": 1.0}}
+        log |= sides | {"nfe": 1.0, "global_step": 10, "dataset": None}
+        folder = tmp_path / f"state-idp-mlp-{seed}" / "eval"
+        folder.mkdir(parents=True)
+        (folder / "eval_log.json").write_text(json.dumps(log))
+    (row,) = benchmark.evaluations(tmp_path)
+    assert row["name"] == "state-idp-mlp" and row["runs"] == 2 and row["episodes"] == 4
+    assert row["success"] == 0.75 and row["by_run"] == [0.5, 1.0] and row["interval_95"][0] < 0.75
+    assert row["placement"] == {"left": 0.25, "right": 0.5, "middle": 0.0} and row["failure"]["behind"] == 0.25
+    assert row["success_by_start"] == {"left": 1.0, "right": 0.5} and row["n_latency_steps"] == [0, 1]
+    assert "| state-idp-mlp | 4 | 0.75 |" in "\n".join(benchmark.table([row]))
