@@ -57,12 +57,16 @@ class PickPeachRunner(RolloutRunner, BaseLowdimRunner):
             for key, value in seen.items()
         }
 
+    @property
+    def steps_per_call(self) -> int:
+        return max(self.n_action_steps, self.n_latency_steps)
+
     def executed(self, action: np.ndarray, chunk: np.ndarray) -> np.ndarray:
         if not self.n_latency_steps:
             return action
-        steps = max(self.n_action_steps, self.n_latency_steps)
-        late = chunk[:, self.n_latency_steps :][:, :steps]
-        return np.concatenate([late, np.repeat(chunk[:, -1:], steps - late.shape[1], axis=1)], axis=1)
+        late = chunk[:, self.n_latency_steps :][:, : self.steps_per_call]
+        rest = np.repeat(chunk[:, -1:], self.steps_per_call - late.shape[1], axis=1)
+        return np.concatenate([late, rest], axis=1)
 
     @classmethod
     def summary(cls, episodes: list[dict[str, Any]], lost: list[dict[str, Any]]) -> dict[str, Any]:

@@ -144,6 +144,11 @@ class RolloutRunner:
         """Convert actions of the policy (N, Ta, Da) to those of the environments."""
         return action
 
+    @property
+    def steps_per_call(self) -> int:
+        """How many actions are executed for each call of the policy."""
+        return self.n_action_steps
+
     def executed(self, action: np.ndarray, chunk: np.ndarray) -> np.ndarray:
         """What is executed of the policy's actions (N, Ta, Da) and its whole chunk from now on (N, H, Da)."""
         return action[:, self.n_latency_steps :]
@@ -238,7 +243,7 @@ class RolloutRunner:
             obs = self.policy_input(slots.reset([episode]))
             policy.reset()
             action = self.executed(*self._predict(policy, obs))
-            if action.shape[1] != self.n_action_steps:
+            if action.shape[1] != self.steps_per_call:
                 raise ConfigError(
                     f"task.env_runner.n_action_steps={self.n_action_steps}, but {name} returns {action.shape[1]} "
                     f"actions after n_latency_steps={self.n_latency_steps}"

@@ -349,6 +349,8 @@ def test_latency_executes_late_parts_of_longer_chunks_and_holds_when_there_are_n
     at_once = runner(tmp_path)
     assert at_once.executed(chunk[:, :16], chunk)[0, :, 0].tolist() == list(range(16))
     assert late.control_hz == 50
+    for steps in (0, 3, 40):  # what a training does first
+        runner(tmp_path, n_test=1, n_latency_steps=steps).check(Player([100000], horizon=31))
     # a policy that predicts far enough ahead loses nothing but the first steps
     log = runner(tmp_path, n_latency_steps=4).run(Player(range(100000, 100004), horizon=40))
     assert log["test/mean_score"] >= 0.5
