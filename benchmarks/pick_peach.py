@@ -114,7 +114,7 @@ def markdown(about: dict[str, Any]) -> str:
     ]
     for kind in dict.fromkeys(row["evaluation"] for row in about["rows"]):
         rows = [row for row in about["rows"] if row["evaluation"] == kind]
-        lines += [f"## {kind}", "\n".join(table(rows))]
+        lines += [f"## {title_of(kind)}", "\n".join(table(rows))]
     lines.append(
         "Shares of all episodes, of all training seeds together. Intervals (95 %) are Wilson's over episodes, and do "
         "not cover the difference between training seeds, which is in the column of the single runs. Left, right and "
@@ -124,12 +124,18 @@ def markdown(about: dict[str, Any]) -> str:
     return "\n\n".join(lines) + "\n"
 
 
+def title_of(kind: str) -> str:
+    """The heading for the folder of an evaluation: eval, or eval_NAME for the further ones of the suite."""
+    name = kind.removeprefix("eval").removeprefix("_") or "100 starts that no demonstration has"
+    return name[0].upper() + name[1:]
+
+
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    head = ["method", "episodes", "success", "95 % interval", "single runs", *PLACEMENTS]
+    head = ["run", "steps", "episodes", "success", "95 % interval", "single runs", *PLACEMENTS]
     head += [name.replace("_", " ") for name in FAILURES]
     lines = [f"| {' | '.join([*head, 'latency'])} |", f"|{'---|' * (len(head) + 1)}"]
     for row in rows:
-        cells = [row["name"], str(row["episodes"]), f"{row['success']:.2f}"]
+        cells = [row["name"], f"{row['global_step']:,}", str(row["episodes"]), f"{row['success']:.2f}"]
         cells += ["{:.2f} to {:.2f}".format(*row["interval_95"]), ", ".join(f"{score:.2f}" for score in row["by_run"])]
         cells += [f"{share:.2f}" for share in (*row["placement"].values(), *row["failure"].values())]
         cells.append(f"{row['latency_ms']:.1f} ms / {', '.join(map(str, row['n_latency_steps']))}")

@@ -377,4 +377,4 @@ def test_the_table_pools_the_episodes_of_all_training_seeds(tmp_path):
     assert row["success"] == 0.75 and row["by_run"] == [0.5, 1.0] and row["interval_95"][0] < 0.75
     assert row["placement"] == {"left": 0.25, "right": 0.5, "middle": 0.0} and row["failure"]["behind"] == 0.25
     assert row["success_by_start"] == {"left": 1.0, "right": 0.5} and row["n_latency_steps"] == [0, 1]
-    assert "| state-idp-mlp | 4 | 0.75 |" in "\n".join(benchmark.table([row]))
+    assert "| state-idp-mlp | 10 | 4 | 0.75 |" in "\n".join(benchmark.table([row]))
