@@ -394,9 +394,10 @@ def check_data(cfg: DictConfig, run: Run) -> None:
     for key in ("zarr_path", "dataset_path", "path", "dataset_dir", "data_path"):
         value = OmegaConf.select(dataset, key, default=None)
         if isinstance(value, str) and value != "auto" and not (ROOT / value).exists():
+            pages = "docs/training.md, docs/robomimic.md and docs/point_clouds.md tell how to get or make it"
+            how = str(OmegaConf.select(dataset, "how", default=None) or pages).rstrip(".")
             raise DataNotFoundError(
-                f"run {run.name}: its dataset {value} does not exist; docs/training.md, docs/robomimic.md and "
-                "docs/point_clouds.md tell how to get or make it, --only leaves the run out"
+                f"run {run.name}: its dataset {value} does not exist; {how}; --only leaves the run out"
             )
 
 

@@ -82,7 +82,7 @@ def test_the_suites_expand_for_every_preset(path):
 
 
 def test_all_suites_are_there():
-    names = "ablations adroit limitations metaworld pusht_image pusht_state robomimic_image robomimic_state"
+    names = "ablations adroit limitations metaworld pick_peach pusht_image pusht_state robomimic_image robomimic_state"
     assert [path.stem for path in SUITES] == names.split()
 
 
