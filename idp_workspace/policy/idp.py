@@ -70,11 +70,11 @@ class IDPPolicy(ReferenceVariance, Remembering, GeneratorPolicy):
         """Return the weight of E(z) now, without (t* / (1 - t*))^2, which its residuals over 1 - t* have already."""
         return self.current_lambda() / paper_lambda(self.options.t_star) ** self.options.energy_power
 
-    def excess(self, cond: Tensor, actions: Tensor) -> Tensor:
-        """Return m for a batch; a scalar 0 without geometry."""
+    def excess(self, cond: Tensor, actions: Tensor, phi: Tensor | None = None) -> Tensor:
+        """Return m for a batch, by the features phi(o) or given ones; a scalar 0 without geometry."""
         if not self.options.geometry:
             return actions.new_zeros(())
-        phi = self.generator.embedding(cond)
+        phi = self.generator.embedding(cond) if phi is None else phi
         batch = ranks.whole_batch(phi, actions, self.training)
         among = self.among(batch)
         m = compute_excess(phi, actions, self.options, self.reference(batch.a), among=among)
