@@ -20,6 +20,7 @@ setup(
     package_dir=configs,
     package_data={
         **{name: ["*.yaml"] for name in configs},
+        "diffusion_policy.env.pick_peach": ["*.xml"],
         "diffusion_policy.env.robomimic": ["starts/*.npz"],
         "idp_workspace.suite": ["*.j2"],
     },

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from diffusion_policy.common.errors import DataError, DataNotFoundError
 from diffusion_policy.common.replay_buffer import ReplayBuffer
 from diffusion_policy.common.representation import Representation
 from diffusion_policy.dataset.base_dataset import (
@@ -20,7 +21,20 @@ from diffusion_policy.dataset.base_dataset import (
 from diffusion_policy.dataset.recorded_frames import camera_frames
 from diffusion_policy.dataset.recorded_keys import short_names
 from diffusion_policy.dataset.recorded_steps import action_steps, read_steps, represented_fields, with_frames
-from diffusion_policy.dataset.recordings import open_recordings
+from diffusion_policy.dataset.recordings import Recordings, open_recordings
+
+
+def _opened(path: str | os.PathLike, skip_broken: bool, how: str | None, cameras: Sequence[str] = ()) -> Recordings:
+    """The recordings at `path`; `how` is said if they are missing, or have no image of a camera."""
+    try:
+        recordings = open_recordings(path, skip_broken)
+    except DataNotFoundError as error:
+        raise DataNotFoundError(f"{error} {how}" if how else str(error)) from None
+    for camera in cameras:
+        if camera not in recordings.cameras:
+            known = f"it has {', '.join(recordings.cameras) or 'none'}."
+            raise DataError(f"{path} has no camera {camera!r}: {known} {how or ''}".rstrip())
+    return recordings
 
 
 class RecordedDataset(WindowedDataset, BaseLowdimDataset):
@@ -34,6 +48,7 @@ class RecordedDataset(WindowedDataset, BaseLowdimDataset):
         representation: what a policy does with the numbers, see `Representation`; the normaliser is fitted to that.
         n_obs_steps: observed steps of a window.
         normalization: see `LinearNormalizer.fit`.
+        how: how to get the recording, for the error message if it is missing.
     """
 
     def __init__(
@@ -52,8 +67,9 @@ class RecordedDataset(WindowedDataset, BaseLowdimDataset):
         val_ratio: float = 0.0,
         max_train_episodes: int | None = None,
         normalization: str = "upstream",
+        how: str | None = None,
     ):
-        recordings = open_recordings(path, skip_broken)
+        recordings = _opened(path, skip_broken, how)
         self.source, self.n_obs_steps = path, n_obs_steps
         self.names = short_names(list(obs_keys))
         self.representation = None if representation is None else Representation.from_config(representation)
@@ -100,8 +116,9 @@ class RecordedImageDataset(ImageWindowedDataset):
         max_train_episodes: int | None = None,
         normalization: str = "upstream",
         cache_dir: str | os.PathLike | None = None,
+        how: str | None = None,
     ):
-        recordings = open_recordings(path, skip_broken)
+        recordings = _opened(path, skip_broken, how, cameras)
         names = short_names([*obs_keys, *cameras])
         self.source, self.n_obs_steps = path, n_obs_steps
         self.representation = None if representation is None else Representation.from_config(representation)

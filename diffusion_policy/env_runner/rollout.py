@@ -144,6 +144,10 @@ class RolloutRunner:
         """Convert actions of the policy (N, Ta, Da) to those of the environments."""
         return action
 
+    def executed(self, action: np.ndarray, chunk: np.ndarray) -> np.ndarray:
+        """What is executed of the policy's actions (N, Ta, Da) and its whole chunk from now on (N, H, Da)."""
+        return action[:, self.n_latency_steps :]
+
     def start_options(self, split: str, seed: int) -> dict[str, Any] | None:
         """`options` for the environment's reset: a recorded start, or None to draw the start from the seed."""
         return None
@@ -233,7 +237,7 @@ class RolloutRunner:
             slots = self._get_slots(1)
             obs = self.policy_input(slots.reset([episode]))
             policy.reset()
-            action = self._predict(policy, obs)[0][:, self.n_latency_steps :]
+            action = self.executed(*self._predict(policy, obs))
             if action.shape[1] != self.n_action_steps:
                 raise ConfigError(
                     f"task.env_runner.n_action_steps={self.n_action_steps}, but {name} returns {action.shape[1]} "
@@ -343,7 +347,7 @@ class RolloutRunner:
                     f"the policy returned an action that is not finite, in the episode with "
                     f"seed {episodes[i]['seed']} after {steps[i]} steps"
                 )
-            action = action[:, self.n_latency_steps :]
+            action = self.executed(action, chunk)
             if noise is not None:
                 action = action + noise(action)
             if action.shape[1] == 0:

@@ -31,9 +31,11 @@ class DiaryWrapper(gym.Wrapper):
     def report(self) -> dict[str, Any]:
         """final_reward and, if the tool's position is known, path_length and ends_still.
 
-        An episode ends still if its tool stays within the environment's `still_distance` over the last steps.
+        An episode ends still if its tool stays within the environment's `still_distance` over the last steps. What an
+        environment's `outcome()` tells is reported, too.
         """
-        report: dict[str, Any] = {"final_reward": self.reward}
+        outcome = getattr(self.env.unwrapped, "outcome", dict)
+        report: dict[str, Any] = {"final_reward": self.reward, **outcome()}
         path = np.array(self.path)
         if path.shape[1]:
             report["path_length"] = float(np.linalg.norm(np.diff(path, axis=0), axis=1).sum())

@@ -1,12 +1,17 @@
-"""Demonstrations of MetaWorld and Adroit with point clouds, in DP3's layout.
+"""Demonstrations of MetaWorld and Adroit with point clouds, in DP3's layout, and of Pick Peach as ALOHA episodes.
 
     python -m diffusion_policy.scripts.generate_demos metaworld --task assembly --episodes 10
     python -m diffusion_policy.scripts.generate_demos adroit --task hammer --episodes 10 --expert hammer_weights.npz
+    python -m diffusion_policy.scripts.generate_demos pick_peach --episodes 100 --images
 
 MetaWorld has scripted experts; Adroit's are DAPG policies in an .npz file (see DAPGExpert). Only successful episodes
 are kept. The result is a replay buffer (zarr) with point_cloud (points, 6: position and colour), state, action, img and
 depth; its attributes record the number of attempts. An interrupted run continues when it is started again. Train with
 `task=metaworld task.name=assembly`.
+
+Pick Peach has a scripted expert, too. The result is a folder of ALOHA's hdf5 episodes, of which one half puts the peach
+on the left of the plate and the other half on the right, and expert.json, which records the attempts. Train with
+`task=pick_peach_qpos` or, with --images, `task=pick_peach_image`.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import functools
+import io
 import json
 import multiprocessing
 import os
@@ -106,32 +112,11 @@ def generate(
         "stop_after": stop_after,
     }
     parts = _open_parts(output, settings)
-    kept: list[int] = []
-    tried = 0
-    # Not fork: the simulators use threads. Each process has its own renderer.
-    pool = concurrent.futures.ProcessPoolExecutor(
-        workers, multiprocessing.get_context("forkserver"), _start, (suite, task, num_points, expert)
+    play = functools.partial(
+        _episode, parts=str(parts), max_steps=max_steps, min_success_steps=needed, stop_after=stop_after
     )
-    with pool, tqdm(total=episodes, desc=f"{task}, expert", unit="demo", disable=None) as bar:
-        pending: list[concurrent.futures.Future] = []
-        try:
-            while len(kept) < episodes:
-                while len(pending) < min(2 * workers, episodes - len(kept)):  # no more than needed if all succeed
-                    pending.append(
-                        pool.submit(_episode, seed + tried + len(pending), str(parts), max_steps, needed, stop_after)
-                    )
-                if pending.pop(0).result():
-                    kept.append(seed + tried)
-                    bar.update()
-                tried += 1
-                bar.set_postfix(success=f"{len(kept) / tried:.0%}")
-                if tried >= MIN_ATTEMPTS and 4 * len(kept) < tried:
-                    raise UserError(
-                        f"the expert for {task} succeeded in only {len(kept)} of {tried} episodes: is it for this task?"
-                    )
-        finally:
-            for job in pending:
-                job.cancel()
+    start = (suite, task, num_points, expert)
+    kept, _, tried = collect(task, play, episodes, seed, workers, _start, start)
     buffer = ReplayBuffer.create_empty_numpy()
     for number in kept:
         with np.load(parts / f"{number}.npz") as part:
@@ -154,6 +139,140 @@ def generate(
     )
     shutil.rmtree(parts)
     return len(kept) / tried
+
+
+def collect(
+    title: str,
+    play: Callable[[int], bool],
+    episodes: int,
+    seed: int,
+    workers: int,
+    initializer: Callable[..., None] | None = None,
+    initargs: tuple = (),
+    wanted: Callable[[int, list[int]], bool] = lambda seed, kept: True,
+) -> tuple[list[int], int, int]:
+    """Play seeds in several processes until enough succeed: the seeds that are kept, successes, attempts.
+
+    Args:
+        title: of the progress bar.
+        play: plays the episode of a seed; returns whether it succeeded.
+        episodes: how many to keep.
+        seed: the first one.
+        workers: how many processes.
+        initializer: called at the start of each of them.
+        initargs: its arguments.
+        wanted: whether to keep an episode that succeeded, given those that are kept already.
+    """
+    kept: list[int] = []
+    tried = successes = 0
+    # Not fork: the simulators use threads. Each process has its own renderer.
+    pool = concurrent.futures.ProcessPoolExecutor(
+        workers, multiprocessing.get_context("forkserver"), initializer, initargs
+    )
+    with pool, tqdm(total=episodes, desc=f"{title}, expert", unit="demo", disable=None) as bar:
+        pending: list[concurrent.futures.Future] = []
+        try:
+            while len(kept) < episodes:
+                while len(pending) < min(2 * workers, episodes - len(kept)):  # no more than needed if all succeed
+                    pending.append(pool.submit(play, seed + tried + len(pending)))
+                if pending.pop(0).result():
+                    successes += 1
+                    if wanted(seed + tried, kept):
+                        kept.append(seed + tried)
+                        bar.update()
+                tried += 1
+                bar.set_postfix(success=f"{successes / tried:.0%}")
+                if tried >= MIN_ATTEMPTS and 4 * successes < tried:
+                    raise UserError(
+                        f"the expert for {title} succeeded in only {successes} of {tried} episodes: is it for this "
+                        "task?"
+                    )
+        finally:
+            for job in pending:
+                job.cancel()
+    return kept, successes, tried
+
+
+def generate_pick_peach(
+    episodes: int,
+    output: str | os.PathLike,
+    images: bool = False,
+    image_size: int = 96,
+    seed: int = 0,
+    workers: int = 1,
+) -> float:
+    """Write `episodes` demonstrations of Pick Peach to the folder `output`; returns the expert's success rate."""
+    from diffusion_policy.env.pick_peach.expert import placement_of
+
+    output = pathlib.Path(output).expanduser()
+    if output.exists():
+        raise ConfigError(f"{output} exists already; remove it, or choose another --output")
+    if episodes % 2 or seed % 4:
+        raise ConfigError(
+            f"--episodes {episodes} --seed {seed}: the number of episodes must be even and the seed a multiple of 4, "
+            "so that each side of the plate has one half"
+        )
+    settings = {"task": "pick_peach", "images": images, "image_size": image_size if images else None}
+    parts = _open_parts(output, settings)
+    quota = [(episodes + 3 - combination) // 4 for combination in range(4)]  # of places of the peach and sides
+
+    def wanted(number: int, kept: list[int]) -> bool:
+        return sum(other % 4 == number % 4 for other in kept) < quota[number % 4]
+
+    play = functools.partial(_peach_episode, parts=str(parts), images=images, image_size=image_size)
+    kept, successes, tried = collect("pick_peach", play, episodes, seed, workers, wanted=wanted)
+    folder = parts / "episodes"
+    folder.mkdir(exist_ok=True)
+    for number, one in enumerate(kept):  # if this is interrupted, the seeds that were moved are played again
+        os.replace(parts / f"{one}.hdf5", folder / f"episode_{number}.hdf5")
+    expert = {
+        "source": "scripted expert of Pick Peach",
+        "attempts": tried,
+        "successes": successes,
+        "success_rate": successes / tried,
+        "episode_seeds": kept,
+        "placements": [placement_of(one) for one in kept],
+    }
+    record_of = {"expert": expert, "settings": settings, "versions": versions()}
+    write_text(folder / "expert.json", json.dumps(record_of, indent=1))
+    os.replace(folder, output)
+    shutil.rmtree(parts)
+    return successes / tried
+
+
+def _peach_episode(seed: int, parts: str, images: bool, image_size: int) -> bool:
+    """Whether the episode of this seed succeeded, from an earlier run or played now."""
+    from diffusion_policy.env.pick_peach import expert
+    from diffusion_policy.env.pick_peach.pick_peach_env import CONTROL_HZ, PickPeachEnv
+    from diffusion_policy.env.pick_peach.simulation import CAMERAS
+
+    done, failed = pathlib.Path(parts) / f"{seed}.hdf5", pathlib.Path(parts) / f"{seed}.failed"
+    if done.exists() or failed.exists():
+        return done.exists()
+    env = PickPeachEnv(CAMERAS if images else (), image_size, terminate_on_success=False)
+    steps = expert.record(env, seed)
+    if steps is None:
+        write_text(failed, "")
+        return False
+    attributes = {"seed": seed, "start": env.start, "placement": expert.placement_of(seed), "fps": CONTROL_HZ}
+    write_episode(done, steps, attributes)
+    return True
+
+
+def write_episode(path: pathlib.Path, steps: dict[str, np.ndarray], attributes: dict[str, Any]) -> None:
+    """Write an episode as ALOHA does: action, and under observations the images and all else."""
+    import h5py
+
+    content = io.BytesIO()
+    with h5py.File(content, "w") as file:
+        file.attrs.update({"sim": True, "compress": False, **attributes})
+        for key, values in steps.items():
+            if values.dtype == np.uint8:  # one chunk per image, so that single images can be decoded
+                name, options = f"observations/images/{key}", {"chunks": (1, *values.shape[1:]), "compression": "gzip"}
+            else:
+                name, options = key if key == "action" else f"observations/{key}", {}
+            file.create_dataset(name, data=values, **options)
+    write_atomically(path, lambda file: file.write(content.getbuffer()))
 
 
 def _open_parts(output: pathlib.Path, settings: dict) -> pathlib.Path:
@@ -193,10 +312,9 @@ def _episode(seed: int, parts: str, max_steps: int, min_success_steps: int, stop
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suite", choices=sorted(POINTS))
+    parser.add_argument("suite", choices=sorted([*POINTS, "pick_peach"]))
     parser.add_argument(
         "--task",
-        required=True,
         help=f"MetaWorld: any of its 50 tasks, without '-v3'; Adroit: {', '.join(adroit.TASKS)}",
     )
     parser.add_argument("--episodes", type=int, default=10, help="demonstrations to keep (default 10)")
@@ -213,11 +331,24 @@ def main(arguments: list[str] | None = None) -> None:
         "experts often only jitter after a success)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the first episode; the others follow (default 0)")
-    parser.add_argument("--output", help="the zarr folder to write (default: data/<suite>/<suite>_<task>_expert.zarr)")
+    parser.add_argument("--images", action="store_true", help="record the front and the head camera (Pick Peach)")
+    parser.add_argument("--image_size", type=int, default=96, help="height and width of the images (default 96)")
+    parser.add_argument(
+        "-o",
+        "--output",
+        help="the folder to write (default: data/<suite>/<suite>_<task>_expert.zarr, or data/pick_peach)",
+    )
     parser.add_argument("--num_workers", type=int, default=os.cpu_count(), help="processes (default: one per core)")
     options = parser.parse_args(arguments)
     if options.episodes < 1 or options.num_workers < 1 or (options.num_points is not None and options.num_points < 1):
         parser.error("--episodes, --num_workers and --num_points must be at least 1")
+    if options.suite == "pick_peach":
+        _main_pick_peach(parser, options)
+        return
+    if options.task is None:
+        parser.error(f"{options.suite} has several tasks: choose one with --task")
+    if options.images:
+        parser.error(f"--images is for pick_peach; demonstrations of {options.suite} have images already")
     output = options.output or f"data/{options.suite}/{options.suite}_{options.task}_expert.zarr"
     try:
         rate = generate(
@@ -236,6 +367,25 @@ def main(arguments: list[str] | None = None) -> None:
     print(
         f"{options.episodes} demonstrations of {options.task} in {output}; the expert succeeded in {rate:.1%} of its "
         "episodes"
+    )
+
+
+def _main_pick_peach(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    for name in ("task", "expert", "num_points", "stop_after"):
+        if getattr(options, name) is not None:
+            parser.error(f"--{name} is not for pick_peach")
+    if options.image_size < 16:
+        parser.error("--image_size must be at least 16")
+    output = options.output or "data/pick_peach"
+    try:
+        rate = generate_pick_peach(
+            options.episodes, output, options.images, options.image_size, options.seed, options.num_workers
+        )
+    except UserError as error:
+        parser.exit(1, f"error: {error}\n")
+    print(
+        f"{options.episodes} demonstrations of Pick Peach in {output}, one half to each side of the plate; the expert "
+        f"succeeded in {rate:.1%} of its episodes"
     )
 
 
