@@ -75,6 +75,17 @@ METHODS = {
         "IDP from noise", "IDP, 8 proposals: relaxed wta", "IDPPolicy", proposal("relaxed_wta"), (1, 2)
     ),
     "idp_noise_drift": Method("IDP from noise", "IDP, 8 proposals: drift", "IDPPolicy", proposal("drift"), (1, 2)),
+    "idp_multimodal": Method("IDP from codes", "IDP multimodal", "IDPMultimodalPolicy", nfe=(1, 2)),
+    "idp_multimodal_4": Method("IDP from codes", "IDP multimodal, 4 codes", "IDPMultimodalPolicy", {"modes": 4}),
+    "idp_multimodal_wide": Method(
+        "IDP from codes", "4 codes, width 0.15", "IDPMultimodalPolicy", {"modes": 4, "mode_width": 0.15}
+    ),
+    "idp_multimodal_wta": Method(
+        "IDP from codes", "4 codes, winner takes all", "IDPMultimodalPolicy", {"modes": 4, "mode_width": 0.001}
+    ),
+    "idp_multimodal_all": Method(
+        "IDP from codes", "IDP multimodal, all neighbours", "IDPMultimodalPolicy", {"same_mode": False}
+    ),
     "naive_drifting": Method("explicit drifting", "drifting, as published", "NaiveDriftingPolicy"),
     "drifting_hot": Method("explicit drifting", "drifting, hot", "NaiveDriftingPolicy", {"temperatures": HOT}),
     "drifting_no_floor": Method(

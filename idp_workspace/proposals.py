@@ -98,9 +98,7 @@ def energies(policy: IDPPolicy, cond: Tensor, a: Tensor, m: Tensor) -> tuple[Ten
 
 
 def called(policy: IDPPolicy, cond: Tensor, a: Tensor, conds: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return proposals f(conds, starts, 0), and probes of the first samples of the batch, as many as `probe_fraction`
-    says: none if they have no weight.
-    """
+    """Return proposals f(conds, starts, 0), and probes of the first samples: `probe_fraction`, none without weight."""
     o, t, f = policy.options, policy.options.t_star, policy.generator
     n = max(1, round(o.probe_fraction * len(a))) if o.final_lambda() else 0  # batches are shuffled: any n will do
     if 0 < n < len(a):  # one network call is faster than two then

@@ -10,6 +10,7 @@ import dataclasses
 from typing import Annotated, Any, Literal, Unpack
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from idp_workspace.generator import Generator
@@ -27,9 +28,9 @@ HIDDEN = 64  # units of the head
 class IDPMultimodalOptions(IDPOptions):
     """Options of IDP with several modes: those of IDP, except for the proposals from noise and the memory bank."""
 
-    modes: Annotated[int, AtLeast(1)] = 4
+    modes: Annotated[int, AtLeast(1)] = 2
     """Number K of codes: at least as many as the modes of the experts; two codes may share a mode. 1 is IDP."""
-    mode_width: Annotated[float, Above(0)] = 0.15
+    mode_width: Annotated[float, Above(0)] = 0.05
     """Standard deviation of experts within a mode, in normalised actions: codes do not divide experts that are closer
     together than this."""
     same_mode: bool = True
@@ -41,7 +42,9 @@ class IDPMultimodalOptions(IDPOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.proposal != PAPER_PROPOSAL:
-            raise ValueError("proposal: idp_multimodal starts from its codes; use objective=idp for proposals from noise")
+            raise ValueError(
+                "proposal: idp_multimodal starts from its codes; use objective=idp for proposals from noise"
+            )
         if self.bank_size:
             raise ValueError(
                 f"bank_size={self.bank_size}: a memory bank does not know the modes of earlier experts; use bank_size=0"
@@ -55,9 +58,10 @@ class ModeHead(nn.Module):
 
     def __init__(self, features: int, modes: int):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(features, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, modes))
-        nn.init.zeros_(self.net[-1].weight)
-        nn.init.zeros_(self.net[-1].bias)
+        last = nn.Linear(HIDDEN, modes)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        self.net = nn.Sequential(nn.Linear(features, HIDDEN), nn.SiLU(), last)
 
     def forward(self, phi: Tensor) -> Tensor:
         return self.net(phi).log_softmax(dim=1)
@@ -104,12 +108,12 @@ class IDPMultimodalPolicy(IDPPolicy):
             return super().loss(cond, actions)
         starts = self.codes.to(actions.dtype).repeat(len(actions), 1, 1)
         y, z = called(self, cond, actions, cond.repeat_interleave(count, dim=0), starts)
-        r = y.unflatten(0, (-1, count)) - actions.unsqueeze(1)  # (B, K, H, D)
+        r = rearrange(y, "(b k) h d -> b k h d", k=count) - actions.unsqueeze(1)
         q = responsibilities(r, o.mode_width)
         phi = self.generator.embedding(cond)
         m = self.excess(cond, actions, torch.cat([unit(phi), q], dim=1) if o.same_mode else phi)
         well = m.repeat_interleave(count, dim=0) if m.ndim else m
-        e_k = potential(r.flatten(0, 1) / o.t_star, well, o.energy_power).unflatten(0, (-1, count))  # (B, K, H)
+        e_k = rearrange(potential(r.flatten(0, 1) / o.t_star, well, o.energy_power), "(b k) h -> b k h", k=count)
         e_y, e_z = (q.unsqueeze(-1) * e_k).sum(dim=1).mean(), probe_energy(z, actions, m, o)
         log_p = self.head(phi)
         choice = -(q * log_p).sum(dim=1).mean()
@@ -125,7 +129,7 @@ class IDPMultimodalPolicy(IDPPolicy):
         return optimizer
 
     def metrics(self) -> dict[str, float]:
-        """Return IDP's numbers, and effective numbers of codes: in the batch, and at an observation (exp of entropy)."""
+        """Return IDP's numbers, and how many codes the batch uses, and an observation (exp of the entropy)."""
         entropies = {name: -torch.special.xlogy(p, p).sum(-1).mean() for name, p in self._usage.items()}
         return super().metrics() | {name: entropy.exp().item() for name, entropy in entropies.items()}
 
