@@ -409,6 +409,13 @@ def write(log: dict[str, Any], output: pathlib.Path) -> None:
         )
         if "test/ends_still" in each:
             print(f"motion     {each['test/ends_still']:.0%} of the episodes fail and end standing still")
+        for kind in ("placement", "failure"):  # of tasks that tell these apart
+            prefix = f"test/{kind}/"
+            shares = [
+                f"{key.removeprefix(prefix)} {each[key]:.0%}" for key in each if key.startswith(prefix) and each[key]
+            ]
+            if shares:
+                print(f"{kind:<10} {', '.join(shares)}")
         print(
             f"inference  p50 {latency['p50']:.2f} ms, p90 {latency['p90']:.2f} ms, p99 {latency['p99']:.2f} ms at "
             f"batch 1; {each['nfe']:g} network call(s)"

@@ -165,7 +165,8 @@ class PickPeachEnv(gym.Env):
         if held and peach[2] - PEACH_RADIUS > LIFTED:
             now.lifted, now.left_hand = True, None
         elif now.lifted and now.left_hand is None and not touching & self._hand_geoms:
-            now.left_hand = "released" if gripper > PEACH_WIDTH else "slipped"
+            opening = gripper > self.joint_positions()[-1]  # else the fingers still squeeze
+            now.left_hand = "released" if opening else "slipped"
         resting = now.left_hand == "released" and self._on_plate(peach) and not touching & self._hand_geoms
         slow = np.linalg.norm(self.data.qvel[self._peach_vel : self._peach_vel + 3]) < AT_REST
         now.rest_steps = now.rest_steps + 1 if resting and slow else 0
