@@ -51,6 +51,8 @@ class Method:
     label: str
     overrides: tuple[str, ...]
     acting: dict[str, Any] = dataclasses.field(default_factory=dict)
+    executed: int | None = None
+    """Steps of a chunk that are executed, if not the task's."""
     trained_as: str | None = None
     """The method whose checkpoint it uses; its own if None."""
 
@@ -71,15 +73,26 @@ METHODS = {
     "drifting_top8": Method(
         "drifting, weighted, top 8", ("objective=naive_drifting", "policy.positives=weighted", "policy.topk=8")
     ),
-    "idp_multimodal": Method("IDP multimodal", MULTIMODAL),
-    "idp_multimodal_chunk": Method(
-        "IDP multimodal, a draw per chunk", MULTIMODAL, {"draw": "chunk"}, trained_as="idp_multimodal"
+    "idp_multimodal": Method("IDP multimodal", MULTIMODAL, {"draw": "chunk"}),
+    "idp_multimodal_episode": Method(
+        "IDP multimodal, a draw per episode", MULTIMODAL, {"draw": "episode"}, trained_as="idp_multimodal"
     ),
     "idp_multimodal_likeliest": Method(
         "IDP multimodal, likeliest code", MULTIMODAL, {"draw": "likeliest"}, trained_as="idp_multimodal"
     ),
+    "idp_2": Method("IDP, 2 steps of a chunk", ("objective=idp",), executed=2, trained_as="idp"),
+    "idp_multimodal_2": Method(
+        "IDP multimodal, 2 steps of a chunk", MULTIMODAL, {"draw": "chunk"}, executed=2, trained_as="idp_multimodal"
+    ),
+    "idp_multimodal_episode_2": Method(
+        "IDP multimodal, a draw per episode, 2 steps of a chunk",
+        MULTIMODAL,
+        {"draw": "episode"},
+        executed=2,
+        trained_as="idp_multimodal",
+    ),
     "idp_multimodal_all_neighbours": Method(
-        "IDP multimodal, neighbours of all modes", (*MULTIMODAL, "policy.same_mode=false")
+        "IDP multimodal, neighbours of all modes", (*MULTIMODAL, "policy.same_mode=false"), {"draw": "chunk"}
     ),
 }
 
@@ -191,13 +204,12 @@ class Watched:
         return result
 
 
-def play(
-    task: Task, checkpoint: pathlib.Path, acting: dict[str, Any], seed: int, output: pathlib.Path
-) -> dict[str, Any]:
+def play(task: Task, checkpoint: pathlib.Path, method: Method, seed: int, output: pathlib.Path) -> dict[str, Any]:
     """Numbers of a checkpoint over EPISODES starts."""
     torch.manual_seed(seed)
     policy = load_policy(checkpoint, device="cpu")
-    policy.options = dataclasses.replace(policy.options, **acting)
+    policy.options = dataclasses.replace(policy.options, **method.acting)
+    policy.n_action_steps = method.executed or policy.n_action_steps
     watched = Watched(policy)
     runner = task.runner(
         str(output),
@@ -314,7 +326,7 @@ def run(name: str, method_name: str, seed: int, steps: int | None) -> dict[str, 
     if steps is not None:
         command.append(f"training.steps_per_epoch={steps}")
     path = folder / f"{method_name}.json"
-    settings = {"command": [str(word).replace(f"{ROOT}/", "") for word in command], "acting": method.acting}
+    settings = {"command": [str(word).replace(f"{ROOT}/", "") for word in command], "acting": method.acting, "executed": method.executed}
     if path.exists() and (record := json.loads(path.read_text()))["settings"] == settings:
         return record
     if (
@@ -328,7 +340,7 @@ def run(name: str, method_name: str, seed: int, steps: int | None) -> dict[str, 
     jobs.make(folder, command, {})
     if task.title not in DATASETS:
         load_experts(name)
-    numbers = play(task, folder / "checkpoints/latest.ckpt", method.acting, seed, folder)
+    numbers = play(task, folder / "checkpoints/latest.ckpt", method, seed, folder)
     minutes = jobs.read_json(folder / jobs.COST)["minutes"]
     dataset = jobs.read_json(folder / "summary.json").get("dataset")
     record = {

@@ -35,9 +35,9 @@ class IDPMultimodalOptions(IDPOptions):
     together than this."""
     same_mode: bool = True
     """Whether experts of the same mode count more as neighbours in the geometry."""
-    draw: Literal["episode", "chunk", "likeliest"] = "episode"
-    """How acting chooses a code: by one random draw per episode, which keeps the mode from chunk to chunk; by a new
-    draw for each chunk; or the likeliest one, without chance."""
+    draw: Literal["chunk", "episode", "likeliest"] = "chunk"
+    """How acting chooses a code: by a random draw for each chunk; by one draw for an episode, which keeps the code from
+    chunk to chunk; or the likeliest one, without chance."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,9 +82,9 @@ class IDPMultimodalPolicy(IDPPolicy):
     than `mode_width` attract all codes alike, so that these agree and the policy is IDP there. Codes that are valid
     nowhere near an observation have a small p(k | o), and are not used.
 
-    g is Gumbel noise, so that k has the probabilities p. One g is kept for a whole episode: the code stays while it is
-    probable, and changes when the observation says that the mode is another one. p comes from phi, which the network
-    call needs anyway. With one mode it is IDP, to the last bit.
+    g is Gumbel noise, so that k has the probabilities p. With draw='episode' one g is kept for a whole episode: the
+    code stays while it is probable, and changes when the observation says that the mode is another one. p comes from
+    phi, which the network call needs anyway. With one mode it is IDP, to the last bit.
     """
 
     Options = IDPMultimodalOptions
@@ -152,7 +152,7 @@ class IDPMultimodalPolicy(IDPPolicy):
         return torch.randn(batch, self.options.modes, device=self.device, dtype=self.dtype)
 
     def reset(self) -> None:
-        """Begin new episodes: each row of the batches that follow is an episode, until the next reset.
+        """Begin new episodes, for draw='episode': each row of the batches that follow is one, until the next reset.
 
         Without it, as in a server whose batches mix clients, each chunk has a draw of its own.
         """
