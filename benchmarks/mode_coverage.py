@@ -108,6 +108,8 @@ class Task:
 
     title: str
     overrides: tuple[str, ...]
+    multimodal: tuple[str, ...]
+    """Of idp_multimodal: a width between the spread of experts who do the same and the distance of the modes."""
     make_data: Callable[[], pathlib.Path]
     runner: Callable[..., Any]
     open: Callable[[Tensor], Tensor]
@@ -160,6 +162,7 @@ TASKS = {
     "pusht": Task(
         "PushT, left and right around the block",
         ("task=pusht_state", "augment=null", "training.num_epochs=2"),
+        (),
         pusht_data,
         lambda output, **options: BimodalPushTRunner(output, max_steps=200, **options),
         around_the_block,
@@ -169,6 +172,7 @@ TASKS = {
     "pick_peach": Task(
         "Pick Peach, left and right of the plate, from joint positions",
         ("task=pick_peach_qpos", "training.num_epochs=2"),
+        ("policy.mode_width=0.12",),
         pick_peach_data,
         pick_peach_runner,
         above_the_plate,
@@ -323,20 +327,20 @@ def run(name: str, method_name: str, seed: int, steps: int | None) -> dict[str, 
         "train.py", "backbone=mlp", "preset=cpu", *METHODS[trained].overrides, *task.overrides, f"{place}={data}",
         "task.env_runner.n_test=1", "task.env_runner.n_test_vis=0", f"training.seed={seed}",
     ]  # fmt: skip
+    if "objective=idp_multimodal" in command:
+        command += task.multimodal
     if steps is not None:
         command.append(f"training.steps_per_epoch={steps}")
     path = folder / f"{method_name}.json"
-    settings = {"command": [str(word).replace(f"{ROOT}/", "") for word in command], "acting": method.acting, "executed": method.executed}
+    words = [word.replace(f"{ROOT}/", "") for word in command]
+    settings = {"command": words, "acting": method.acting, "executed": method.executed}
     if path.exists() and (record := json.loads(path.read_text()))["settings"] == settings:
         return record
-    if (
-        folder.exists()
-        and (folder / "made.json").exists()
-        and jobs.read_json(folder / "made.json") != settings["command"]
-    ):
+    made = folder / "made.json"
+    if made.exists() and jobs.read_json(made) != words:
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    jobs.write_json(folder / "made.json", settings["command"])
+    jobs.write_json(made, words)
     jobs.make(folder, command, {})
     if task.title not in DATASETS:
         load_experts(name)

@@ -77,8 +77,8 @@ METHODS = {
     "idp_noise_drift": Method("IDP from noise", "IDP, 8 proposals: drift", "IDPPolicy", proposal("drift"), (1, 2)),
     "idp_multimodal": Method("IDP from codes", "IDP multimodal", "IDPMultimodalPolicy", nfe=(1, 2)),
     "idp_multimodal_4": Method("IDP from codes", "IDP multimodal, 4 codes", "IDPMultimodalPolicy", {"modes": 4}),
-    "idp_multimodal_wide": Method(
-        "IDP from codes", "4 codes, width 0.15", "IDPMultimodalPolicy", {"modes": 4, "mode_width": 0.15}
+    "idp_multimodal_narrow": Method(
+        "IDP from codes", "4 codes, width 0.05", "IDPMultimodalPolicy", {"modes": 4, "mode_width": 0.05}
     ),
     "idp_multimodal_wta": Method(
         "IDP from codes", "4 codes, winner takes all", "IDPMultimodalPolicy", {"modes": 4, "mode_width": 0.001}

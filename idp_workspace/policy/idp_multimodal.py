@@ -30,7 +30,7 @@ class IDPMultimodalOptions(IDPOptions):
 
     modes: Annotated[int, AtLeast(1)] = 2
     """Number K of codes: at least as many as the modes of the experts; two codes may share a mode. 1 is IDP."""
-    mode_width: Annotated[float, Above(0)] = 0.05
+    mode_width: Annotated[float, Above(0)] = 0.2
     """Standard deviation of experts within a mode, in normalised actions: codes do not divide experts that are closer
     together than this."""
     same_mode: bool = True

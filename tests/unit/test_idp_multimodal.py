@@ -255,7 +255,9 @@ def test_wrong_options_name_the_value_and_the_fix(options, error):
 
 # ---------------------------------------------------------------------- two modes
 def test_both_modes_of_the_toy_in_one_call():
-    policy = toy.train(toy.Method("", "", "IDPMultimodalPolicy", {"modes": 2, "lambda_prox": 0.0, "draw": "episode"}), 400, seed=5)
+    policy = toy.train(
+        toy.Method("", "", "IDPMultimodalPolicy", {"modes": 2, "lambda_prox": 0.0, "draw": "episode"}), 400, seed=5
+    )
     torch.manual_seed(0)
     numbers, *_ = toy.evaluate(policy, count=1000)
     assert numbers["nfe"] == 1 and numbers["valid"] > 0.85 and 0.4 < numbers["plus"] < 0.6
