@@ -13,6 +13,7 @@ results/mode_coverage/.
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import json
 import pathlib
@@ -149,8 +150,8 @@ def pick_peach_runner(output: str, **options: Any) -> Any:
 
 
 def above_the_plate(obs: Tensor) -> Tensor:
-    """Whether the hand is closed, above the middle of the plate."""
-    return (obs[:, 0].abs() < 0.06) & (obs[:, 6] < 0.75)
+    """Whether the hand is above the middle of the plate and holds the peach, which keeps the fingers apart."""
+    return (obs[:, 0].abs() < 0.06) & (obs[:, 6] > 0.45) & (obs[:, 6] < 0.75)
 
 
 def waist(chunk: Tensor) -> Tensor:
@@ -243,6 +244,7 @@ def play(task: Task, checkpoint: pathlib.Path, method: Method, seed: int, output
     return {
         "success": [episode["max_reward"] >= 1 for episode in runner.episodes],
         "outcome": outcomes,
+        "failures": dict(collections.Counter(e["failure"] for e in runner.episodes if e.get("failure"))),
         "first": [int(next((s for s in row if s), 0.0)) for row in side],
         "committed": float(kept[chose].mean()) if chose.any() else None,
         "valid": valid,

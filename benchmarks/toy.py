@@ -295,11 +295,11 @@ def shares(row: dict[str, Any]) -> str:
 
 def markdown(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
     seeds = max(row["seeds"] for row in rows)
-    lines = ["| method | name | NFE | valid | +m / -m | at the mean |", "|---|---|---:|---:|---:|---:|"]
+    lines = ["| method | name | seeds | NFE | valid | +m / -m | at the mean |", "|---|---|---:|---:|---:|---:|---:|"]
     for row in rows:
         spread = f" ({percent(row['valid_range'][0])} to {percent(row['valid_range'][1])})" if row["seeds"] > 1 else ""
         lines.append(
-            f"| {row['label']} | `{row['method']}` | {row['nfe']} | {percent(row['valid'])}{spread} | {shares(row)} "
+            f"| {row['label']} | `{row['method']}` | {row['seeds']} | {row['nfe']} | {percent(row['valid'])}{spread} | {shares(row)} "
             f"| {percent(row['at_mean'])} |"
         )
     versions = ", ".join(f"{name} {about['versions'][name]}" for name in ("python", "torch", "diffusers"))
