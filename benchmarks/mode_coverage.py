@@ -347,7 +347,8 @@ def run(name: str, method_name: str, seed: int, steps: int | None) -> dict[str, 
     if task.title not in DATASETS:
         load_experts(name)
     numbers = play(task, folder / "checkpoints/latest.ckpt", method, seed, folder)
-    minutes = jobs.read_json(folder / jobs.COST)["minutes"]
+    cost = folder / jobs.COST  # not there if the command was stopped while it trained
+    minutes = jobs.read_json(cost)["minutes"] if cost.is_file() else None
     dataset = jobs.read_json(folder / "summary.json").get("dataset")
     record = {
         "task": name, "method": method_name, "seed": seed, "settings": settings, "dataset": dataset,
@@ -369,6 +370,7 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
             success = np.array([r["success"] for r in group], dtype=float)
             sides = {s: np.array([[o == s for o in r["outcome"]] for r in group], dtype=float) for s in SIDES}
             valid = [r["valid"] for r in group if r["valid"] is not None]
+            minutes = [r["core_minutes"] for r in group if r["core_minutes"] is not None]
             kept = [r["committed"] for r in group if r["committed"] is not None]
             rows.append(
                 {
@@ -384,12 +386,27 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "valid": float(np.mean(valid)) if valid else None,
                     "committed": float(np.mean(kept)) if kept else None,
                     "nfe": group[0]["nfe"],
-                    "core_minutes": float(np.mean([r["core_minutes"] for r in group])),
+                    "core_minutes": float(np.mean(minutes)) if minutes else None,
                     "dataset": group[0]["dataset"],
                     "command": " ".join(group[0]["settings"]["command"]),
                 }
             )
     return rows
+
+
+def claims(rows: list[dict[str, Any]], command: str) -> list[dict[str, Any]]:
+    """The success rates, for the index of all results."""
+    return [
+        {
+            "claim": f"{row['task']}, {row['label']}: success",
+            "number": row["success"],
+            "interval_95": row["interval_95"],
+            "runs": len(row["seeds"]),
+            "command": command,
+            "stated": False,
+        }
+        for row in rows
+    ]
 
 
 def percent(value: float | None) -> str:
@@ -424,7 +441,8 @@ def markdown(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
             for side in SIDES:
                 runs = ", ".join(f"{100 * share:.0f}" for share in row[f"{side}_runs"])
                 cells.append(f"{percent(row[side])} ({runs})")
-            cells += [percent(row["valid"]), percent(row["committed"]), f"{row['nfe']:g}", f"{row['core_minutes']:.1f}"]
+            cells += [percent(row["valid"]), percent(row["committed"]), f"{row['nfe']:g}"]
+            cells.append("" if row["core_minutes"] is None else f"{row['core_minutes']:.1f}")
             lines.append(f"| {row['label']} | {' | '.join(cells)} |")
         seeds = sorted({seed for row in chosen for seed in row["seeds"]})
         commands = "\n".join(f"{row['method']}: {row['command']}" for row in chosen)
@@ -471,7 +489,8 @@ def main(argv: list[str] | None = None) -> None:
                 )
     rows = summarise(records)
     arguments.output.mkdir(parents=True, exist_ok=True)
-    write_text(arguments.output / "results.json", json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    found = {**about, "rows": rows, "claims": claims(rows, about["command"])}
+    write_text(arguments.output / "results.json", json.dumps(found, indent=1) + "\n")
     text = markdown(rows, about)
     write_text(arguments.output / "README.md", text)
     print(text)

@@ -299,8 +299,8 @@ def markdown(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
     for row in rows:
         spread = f" ({percent(row['valid_range'][0])} to {percent(row['valid_range'][1])})" if row["seeds"] > 1 else ""
         lines.append(
-            f"| {row['label']} | `{row['method']}` | {row['seeds']} | {row['nfe']} | {percent(row['valid'])}{spread} | {shares(row)} "
-            f"| {percent(row['at_mean'])} |"
+            f"| {row['label']} | `{row['method']}` | {row['seeds']} | {row['nfe']} | {percent(row['valid'])}{spread} "
+            f"| {shares(row)} | {percent(row['at_mean'])} |"
         )
     versions = ", ".join(f"{name} {about['versions'][name]}" for name in ("python", "torch", "diffusers"))
     return "\n".join(
