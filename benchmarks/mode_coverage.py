@@ -1,6 +1,6 @@
 """Does a policy reach both modes of demonstrations that are half left, half right, and does a rollout keep its mode?
 
-    python -m benchmarks.mode_coverage [--tasks pusht pick_peach] [--methods ...] [--seeds 0 1 2]
+    python -m benchmarks.mode_coverage [--tasks pusht pick_peach] [--methods ...] [--seeds ...]
 
 pusht: the agent goes left or right around the block (`benchmarks.bimodal_pusht`). pick_peach: the arm puts the peach
 on the left or the right of the plate. In both, the observation does not tell the side until the demonstration turns.
@@ -38,7 +38,6 @@ from idp_workspace.suite.statistics import interval
 
 ROOT = PACKAGE.parent
 RUNS, RESULTS = ROOT / "data/mode_coverage", ROOT / "results/mode_coverage"
-FIRST_START = 400000  # of the evaluation; hyper-parameters were chosen on starts from 300000 and other training seeds
 EPISODES = 50
 SIDES = ("left", "right")
 NEIGHBOURS = 16
@@ -109,8 +108,10 @@ class Task:
 
     title: str
     overrides: tuple[str, ...]
-    multimodal: tuple[str, ...]
-    """Of idp_multimodal: a width between the spread of experts who do the same and the distance of the modes."""
+    seeds: tuple[int, ...]
+    """Of the training."""
+    first_start: int
+    """Seed of the evaluation's first start. Hyper-parameters were chosen on other seeds and starts."""
     make_data: Callable[[], pathlib.Path]
     runner: Callable[..., Any]
     open: Callable[[Tensor], Tensor]
@@ -163,7 +164,8 @@ TASKS = {
     "pusht": Task(
         "PushT, left and right around the block",
         ("task=pusht_state", "augment=null", "training.num_epochs=2"),
-        (),
+        (0, 1, 2),
+        400000,
         pusht_data,
         lambda output, **options: BimodalPushTRunner(output, max_steps=200, **options),
         around_the_block,
@@ -173,7 +175,8 @@ TASKS = {
     "pick_peach": Task(
         "Pick Peach, left and right of the plate, from joint positions",
         ("task=pick_peach_qpos", "training.num_epochs=2"),
-        ("policy.mode_width=0.12",),
+        (3, 4, 5),
+        600000,
         pick_peach_data,
         pick_peach_runner,
         above_the_plate,
@@ -222,7 +225,7 @@ def play(task: Task, checkpoint: pathlib.Path, method: Method, seed: int, output
         n_train_vis=0,
         n_test=EPISODES,
         n_test_vis=0,
-        test_start_seed=FIRST_START,
+        test_start_seed=task.first_start,
         n_obs_steps=policy.n_obs_steps,
         n_action_steps=policy.n_action_steps,
     )
@@ -329,8 +332,6 @@ def run(name: str, method_name: str, seed: int, steps: int | None) -> dict[str, 
         "train.py", "backbone=mlp", "preset=cpu", *METHODS[trained].overrides, *task.overrides, f"{place}={data}",
         "task.env_runner.n_test=1", "task.env_runner.n_test_vis=0", f"training.seed={seed}",
     ]  # fmt: skip
-    if "objective=idp_multimodal" in command:
-        command += task.multimodal
     if steps is not None:
         command.append(f"training.steps_per_epoch={steps}")
     path = folder / f"{method_name}.json"
@@ -417,8 +418,8 @@ def markdown(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
     parts = [
         "# Modes of rollouts",
         "Demonstrations are half left, half right, from the same observations. Rollouts are from "
-        f"{EPISODES} starts (seeds from {FIRST_START})\nthat no demonstration and no choice of hyper-parameters has "
-        "used; numbers are means over training seeds.",
+        f"{EPISODES} starts that no demonstration\nand no choice of hyper-parameters has used; numbers are means over "
+        "training seeds.",
         "- success: share of rollouts that solve the task, with a 95 % interval over training seeds and starts\n"
         "- left, right: share of all rollouts that solve it on this side, with the runs of the seeds\n"
         "- valid: share of chunks, while the mode is open, that are as close to one of the "
@@ -449,7 +450,8 @@ def markdown(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
         parts += [
             f"## {task.title}",
             "\n".join(lines),
-            f"Training seeds {', '.join(map(str, seeds))}. Commands, with their first seed; methods with the same "
+            f"Training seeds {', '.join(map(str, seeds))}; seeds of the starts from {task.first_start}. Commands, with "
+            "their first seed; methods with the same "
             "command are the same run,\nacting in another way:",
             f"```text\n{commands}\n```",
         ]
@@ -466,7 +468,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="all without a name")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), help="all without a name")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the training (default: 0 1 2)")
+    parser.add_argument("--seeds", nargs="+", type=int, help="of the training (default: those of the task)")
     parser.add_argument("--steps", type=int, help="training steps of each of a task's epochs (default: the preset's)")
     parser.add_argument("--output", type=pathlib.Path, default=RESULTS, help="folder (default: results/mode_coverage)")
     arguments = parser.parse_args(argv)
@@ -475,8 +477,8 @@ def main(argv: list[str] | None = None) -> None:
         **machine(),
     }
     records = []
-    for seed in arguments.seeds:
-        for name in arguments.tasks:
+    for name in arguments.tasks:
+        for seed in arguments.seeds or TASKS[name].seeds:
             for method in arguments.methods:
                 record = run(name, method, seed, arguments.steps)
                 records.append(record)

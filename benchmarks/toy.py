@@ -294,7 +294,8 @@ def shares(row: dict[str, Any]) -> str:
 
 
 def markdown(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
-    seeds = max(row["seeds"] for row in rows)
+    fewest, most = min(row["seeds"] for row in rows), max(row["seeds"] for row in rows)
+    seeds = f"{fewest} to {most} seeds" if fewest < most else f"{most} seed{'s' if most > 1 else ''}"
     lines = ["| method | name | seeds | NFE | valid | +m / -m | at the mean |", "|---|---|---:|---:|---:|---:|---:|"]
     for row in rows:
         spread = f" ({percent(row['valid_range'][0])} to {percent(row['valid_range'][1])})" if row["seeds"] > 1 else ""
@@ -321,14 +322,13 @@ def markdown(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
             "",
             "![samples](toy.png)",
             "",
-            f"Made with `{about['command']}`: {seeds} seed{'s' if seeds > 1 else ''}, {about['steps']} steps of "
-            f"{TRAINING['batch']}",
+            f"Made with `{about['command']}`: {seeds}, {about['steps']} steps of {TRAINING['batch']}",
             f"observations, AdamW {TRAINING['learning_rate']:g} with cosine decay, a residual MLP of "
             f"{TRAINING['blocks']} blocks of width {TRAINING['width']}; methods with several samples",
             "per observation draw 8. A teacher is trained for as many steps before its student. One step budget and "
             "one learning rate for",
             "all: a low share says what a method does here, not what it could do when tuned. "
-            f"{'One seed says nothing of the spread. ' if seeds == 1 else ''}{versions}.",
+            f"{'One seed says nothing of the spread. ' if fewest == 1 else ''}{versions}.",
             "",
             "`runs/` holds one file per method and seed; delete one to make it again. `toy.json` is the table as data.",
             "",
@@ -419,6 +419,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--seeds", type=int, default=1, help="runs per method, with seeds 0, 1, ... (default: %(default)s)"
     )
+    parser.add_argument("--made", action="store_true", help="train nothing: the table of the runs that have been made")
     parser.add_argument("--output", default="results/toy", help="folder (default: %(default)s)")
     arguments = parser.parse_args(argv)
     unknown = [name for name in arguments.methods if name not in available()]
@@ -436,6 +437,8 @@ def main(argv: list[str] | None = None) -> None:
     records = []
     for name in arguments.methods:
         for seed in range(arguments.seeds):
+            if arguments.made and not (output / f"runs/{name}_seed{seed}.json").exists():
+                continue
             records.append(run(name, arguments.steps, seed, output / "runs"))
             for row in records[-1]["rows"]:
                 print(
