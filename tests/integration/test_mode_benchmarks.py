@@ -51,7 +51,9 @@ def test_sides_of_chunks_and_where_they_are_open():
     v = np.array([80.0, -80.0, 3.0])
     chunks = torch.tensor(np.stack([np.tile(to_window(np.array([0.0, x])), (16, 1)) for x in v]))
     assert mode_coverage.sideways(chunks).tolist() == [1, -1, 0]
-    qpos = torch.tensor([[0.02, 0, 0, 0, 0, 0, 0.5], [0.3, 0, 0, 0, 0, 0, 0.5], [0.02, 0, 0, 0, 0, 0, 1.0], [0.02, 0, 0, 0, 0, 0, 0.3]])
+    qpos = torch.tensor(
+        [[0.02, 0, 0, 0, 0, 0, 0.5], [0.3, 0, 0, 0, 0, 0, 0.5], [0.02, 0, 0, 0, 0, 0, 1.0], [0.02, 0, 0, 0, 0, 0, 0.3]]
+    )
     assert mode_coverage.above_the_plate(qpos).tolist() == [True, False, False, False]
     assert mode_coverage.waist(qpos[:2, None]).tolist() == [0, 1]
 
