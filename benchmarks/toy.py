@@ -75,6 +75,17 @@ METHODS = {
         "IDP from noise", "IDP, 8 proposals: relaxed wta", "IDPPolicy", proposal("relaxed_wta"), (1, 2)
     ),
     "idp_noise_drift": Method("IDP from noise", "IDP, 8 proposals: drift", "IDPPolicy", proposal("drift"), (1, 2)),
+    "idp_multimodal": Method("IDP from codes", "IDP multimodal", "IDPMultimodalPolicy", nfe=(1, 2)),
+    "idp_multimodal_4": Method("IDP from codes", "IDP multimodal, 4 codes", "IDPMultimodalPolicy", {"modes": 4}),
+    "idp_multimodal_narrow": Method(
+        "IDP from codes", "4 codes, width 0.05", "IDPMultimodalPolicy", {"modes": 4, "mode_width": 0.05}
+    ),
+    "idp_multimodal_wta": Method(
+        "IDP from codes", "4 codes, winner takes all", "IDPMultimodalPolicy", {"modes": 4, "mode_width": 0.001}
+    ),
+    "idp_multimodal_all": Method(
+        "IDP from codes", "IDP multimodal, all neighbours", "IDPMultimodalPolicy", {"same_mode": False}
+    ),
     "naive_drifting": Method("explicit drifting", "drifting, as published", "NaiveDriftingPolicy"),
     "drifting_hot": Method("explicit drifting", "drifting, hot", "NaiveDriftingPolicy", {"temperatures": HOT}),
     "drifting_no_floor": Method(
@@ -283,13 +294,14 @@ def shares(row: dict[str, Any]) -> str:
 
 
 def markdown(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
-    seeds = max(row["seeds"] for row in rows)
-    lines = ["| method | name | NFE | valid | +m / -m | at the mean |", "|---|---|---:|---:|---:|---:|"]
+    fewest, most = min(row["seeds"] for row in rows), max(row["seeds"] for row in rows)
+    seeds = f"{fewest} to {most} seeds" if fewest < most else f"{most} seed{'s' if most > 1 else ''}"
+    lines = ["| method | name | seeds | NFE | valid | +m / -m | at the mean |", "|---|---|---:|---:|---:|---:|---:|"]
     for row in rows:
         spread = f" ({percent(row['valid_range'][0])} to {percent(row['valid_range'][1])})" if row["seeds"] > 1 else ""
         lines.append(
-            f"| {row['label']} | `{row['method']}` | {row['nfe']} | {percent(row['valid'])}{spread} | {shares(row)} "
-            f"| {percent(row['at_mean'])} |"
+            f"| {row['label']} | `{row['method']}` | {row['seeds']} | {row['nfe']} | {percent(row['valid'])}{spread} "
+            f"| {shares(row)} | {percent(row['at_mean'])} |"
         )
     versions = ", ".join(f"{name} {about['versions'][name]}" for name in ("python", "torch", "diffusers"))
     return "\n".join(
@@ -310,14 +322,13 @@ def markdown(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
             "",
             "![samples](toy.png)",
             "",
-            f"Made with `{about['command']}`: {seeds} seed{'s' if seeds > 1 else ''}, {about['steps']} steps of "
-            f"{TRAINING['batch']}",
+            f"Made with `{about['command']}`: {seeds}, {about['steps']} steps of {TRAINING['batch']}",
             f"observations, AdamW {TRAINING['learning_rate']:g} with cosine decay, a residual MLP of "
             f"{TRAINING['blocks']} blocks of width {TRAINING['width']}; methods with several samples",
             "per observation draw 8. A teacher is trained for as many steps before its student. One step budget and "
             "one learning rate for",
             "all: a low share says what a method does here, not what it could do when tuned. "
-            f"{'One seed says nothing of the spread. ' if seeds == 1 else ''}{versions}.",
+            f"{'One seed says nothing of the spread. ' if fewest == 1 else ''}{versions}.",
             "",
             "`runs/` holds one file per method and seed; delete one to make it again. `toy.json` is the table as data.",
             "",
@@ -408,6 +419,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--seeds", type=int, default=1, help="runs per method, with seeds 0, 1, ... (default: %(default)s)"
     )
+    parser.add_argument("--made", action="store_true", help="train nothing: the table of the runs that have been made")
     parser.add_argument("--output", default="results/toy", help="folder (default: %(default)s)")
     arguments = parser.parse_args(argv)
     unknown = [name for name in arguments.methods if name not in available()]
@@ -425,6 +437,8 @@ def main(argv: list[str] | None = None) -> None:
     records = []
     for name in arguments.methods:
         for seed in range(arguments.seeds):
+            if arguments.made and not (output / f"runs/{name}_seed{seed}.json").exists():
+                continue
             records.append(run(name, arguments.steps, seed, output / "runs"))
             for row in records[-1]["rows"]:
                 print(

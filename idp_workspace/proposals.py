@@ -91,23 +91,33 @@ def energies(
     policy: IDPPolicy, cond: Tensor, a: Tensor, m: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return what replaces `IDPPolicy.energies` beyond the paper: at each step, or their means if part has a probe."""
-    from idp_workspace.policy.idp import potential
-
-    o, t, f = policy.options, policy.options.t_star, policy.generator
-    n = max(1, round(o.probe_fraction * len(a))) if o.final_lambda() else 0  # batches are shuffled: any n will do
-    proposal = *inputs(cond, policy.zeros(len(a)), o.proposal), 0.0
-    if 0 < n < len(a):  # one network call is faster than two then
-        y, z = f.together(proposal, (cond[:n], probe(a[:n], t), t))
-    else:
-        y = f(*proposal)
-        z = f(cond, probe(a, t), t) if n else a[:0]
-    e_y = energy(y, a, m, o, policy.training)
-    e_z = potential((z - a[:n]) / (1 - t), m[:n] * o.geometry_on_probe if m.ndim else m, o.energy_power)
+    o = policy.options
+    y, z = called(policy, cond, a, *inputs(cond, policy.zeros(len(a)), o.proposal))
+    e_y, e_z = energy(y, a, m, o, policy.training), probe_energy(z, a, m, o)
     if mask is not None:
         e_y, e_z = padding.kept(e_y, mask), padding.kept(e_z, mask)
-    if n == len(a):
+    if len(z) == len(a):
         return e_y, e_z
-    return e_y.mean(), e_z.mean() if n else e_y.new_zeros(())
+    return e_y.mean(), e_z.mean() if len(z) else e_y.new_zeros(())
+
+
+def called(policy: IDPPolicy, cond: Tensor, a: Tensor, conds: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return proposals f(conds, starts, 0), and probes of the first samples: `probe_fraction`, none without weight."""
+    o, t, f = policy.options, policy.options.t_star, policy.generator
+    n = max(1, round(o.probe_fraction * len(a))) if o.final_lambda() else 0  # batches are shuffled: any n will do
+    if 0 < n < len(a):  # one network call is faster than two then
+        y, z = f.together((conds, starts, 0.0), (cond[:n], probe(a[:n], t), t))
+        return y, z
+    y = f(conds, starts, 0.0)
+    return y, f(cond, probe(a, t), t) if n else a[:0]
+
+
+def probe_energy(z: Tensor, a: Tensor, m: Tensor, o: IDPOptions) -> Tensor:
+    """Return 2 E(z) / (1 - t*)^2 of probes z (n, H, D) of the first n samples: (n, H)."""
+    from idp_workspace.policy.idp import potential
+
+    n = len(z)
+    return potential((z - a[:n]) / (1 - o.t_star), m[:n] * o.geometry_on_probe if m.ndim else m, o.energy_power)
 
 
 def probe(a: Tensor, t: float) -> Tensor:

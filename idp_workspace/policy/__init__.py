@@ -6,6 +6,7 @@ from idp_workspace.policy.diffusion import DDPMPolicy
 from idp_workspace.policy.edm_teacher import EDMTeacherPolicy
 from idp_workspace.policy.flow_matching import FlowMatchingPolicy
 from idp_workspace.policy.idp import IDPPolicy
+from idp_workspace.policy.idp_multimodal import IDPMultimodalPolicy
 from idp_workspace.policy.mean_flow import MeanFlowPolicy
 from idp_workspace.policy.mip import MIPPolicy
 from idp_workspace.policy.naive_drifting import NaiveDriftingPolicy
@@ -22,6 +23,7 @@ __all__ = [
     "DDPMPolicy",
     "EDMTeacherPolicy",
     "FlowMatchingPolicy",
+    "IDPMultimodalPolicy",
     "IDPPolicy",
     "MIPPolicy",
     "MeanFlowPolicy",

@@ -54,7 +54,7 @@ class IDPPolicy(ReferenceVariance, Remembering, GeneratorPolicy):
     # ------------------------------------------------------------------ training
     def loss(self, cond: Tensor, actions: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return E(y) + lambda_prox E(z), Eq. (6), over the steps that were recorded: mask (B, H), see `padding`."""
-        m = self.excess(cond, actions, mask)
+        m = self.excess(cond, actions, mask=mask)
         if self.options.is_paper_loss:
             e_y, e_z = (padding.kept(e, mask) for e in self.energies(cond, actions, m))
         else:
@@ -73,13 +73,13 @@ class IDPPolicy(ReferenceVariance, Remembering, GeneratorPolicy):
         """Return the weight of E(z) now, without (t* / (1 - t*))^2, which its residuals over 1 - t* have already."""
         return self.current_lambda() / paper_lambda(self.options.t_star) ** self.options.energy_power
 
-    def excess(self, cond: Tensor, actions: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return m for a batch; a scalar 0 without geometry."""
+    def excess(self, cond: Tensor, actions: Tensor, phi: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Return m for a batch, by the features phi(o) or given ones; a scalar 0 without geometry."""
         if mask is not None:
             padding.check(mask, actions, self.options)
         if not self.options.geometry:
             return actions.new_zeros(())
-        phi = self.generator.embedding(cond)
+        phi = self.generator.embedding(cond) if phi is None else phi
         batch = ranks.whole_batch(phi, actions, self.training, mask)
         among = self.among(batch)
         m = compute_excess(phi, actions, self.options, self.reference(batch.a, batch.mask), among=among)

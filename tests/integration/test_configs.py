@@ -84,7 +84,7 @@ def recorded():
 
 def test_the_recorded_names_are_all_names(recorded):
     assert sorted(recorded) == [name for name in config_names() if name != "train"]
-    assert len(recorded) == 45 * 3 + len(DP3) + len(UPSTREAM_ALL) and len(UPSTREAM_ALL) == 14
+    assert len(recorded) == 48 * 3 + len(DP3) + len(UPSTREAM_ALL) and len(UPSTREAM_ALL) == 14
     assert len(list((ROOT / "config").rglob("*.yaml"))) < 130
 
 

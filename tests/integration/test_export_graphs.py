@@ -21,7 +21,7 @@ from tests.util import load_config
 # One of each kind of sampler; straight flow and regression, TSD and MIP, both consistency models act alike.
 OBJECTIVES = (
     "regression", "naive_drifting", "mip", "flow", "mean_flow", "flow_policy", "consistency_training",
-    "one_step_diffusion", "ofp",
+    "one_step_diffusion", "ofp", "idp_multimodal",
 )  # fmt: skip
 IMAGES = ("task.image_shape=[3,24,24]", "task.crop_shape=[20,20]")
 

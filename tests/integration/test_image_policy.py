@@ -104,7 +104,7 @@ def test_every_objective_learns_and_acts_from_images(name, backbone, monkeypatch
         optimizer.step()
     changed = {key.split(".")[0] for key, value in policy.state_dict().items() if not torch.equal(value, before[key])}
     assert {"model", "obs_encoder"} <= changed
-    own = {"target_model", "target_obs_encoder", "score_model", "updates", "_dummy_variable"}
+    own = {"target_model", "target_obs_encoder", "score_model", "updates", "_dummy_variable", "codes", "head"}
     assert {key.split(".")[0] for key in before} - own == {"model", "obs_encoder", "normalizer"}
     out = policy.eval().predict_action(batch(3)["obs"])
     assert (

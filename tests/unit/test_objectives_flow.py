@@ -17,6 +17,7 @@ from idp_workspace.policy import (
     ConsistencyFlowPolicy,
     DDPMPolicy,
     FlowMatchingPolicy,
+    IDPMultimodalPolicy,
     IDPPolicy,
     MIPPolicy,
     RegressionPolicy,
@@ -397,6 +398,7 @@ def test_a_step_of_training(policy_class, network):
         ("flow_policy", ConsistencyFlowPolicy),
         ("diffusion", DDPMPolicy),
         ("idp_m0", IDPPolicy),
+        ("idp_multimodal", IDPMultimodalPolicy),
     ],
 )
 def test_one_word_of_a_configuration_chooses_the_objective(objective, policy_class):

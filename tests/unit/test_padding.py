@@ -112,7 +112,7 @@ def test_what_stands_at_padded_steps_does_not_matter(batch, options):
         second, others = loss_and_gradients(policy, cond.detach(), other, mask)
         torch.testing.assert_close(second, first)
         torch.testing.assert_close(others, gradients)
-    m, m_other = (policy.excess(cond, x, mask) for x in (a, other))
+    m, m_other = (policy.excess(cond, x, mask=mask) for x in (a, other))
     torch.testing.assert_close(m, m_other, rtol=1e-3, atol=1e-4)
 
 
