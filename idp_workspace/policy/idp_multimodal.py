@@ -102,10 +102,12 @@ class IDPMultimodalPolicy(IDPPolicy):
         self._usage: dict[str, Tensor] = {}
 
     # ------------------------------------------------------------------ training
-    def loss(self, cond: Tensor, actions: Tensor) -> Tensor:
+    def loss(self, cond: Tensor, actions: Tensor, mask: Tensor | None = None) -> Tensor:
         o, count = self.options, self.options.modes
         if self.head is None:
-            return super().loss(cond, actions)
+            return super().loss(cond, actions, mask)
+        if mask is not None:
+            raise ValueError("idp_multimodal does not know padded steps: use objective=idp")
         starts = self.codes.to(actions.dtype).repeat(len(actions), 1, 1)
         y, z = called(self, cond, actions, cond.repeat_interleave(count, dim=0), starts)
         r = rearrange(y, "(b k) h d -> b k h d", k=count) - actions.unsqueeze(1)
