@@ -137,7 +137,7 @@ def test_a_missed_target_is_not_an_error(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("backbone", latency.BACKBONES)
 def test_the_small_preset_fits_the_latency_benchmark(backbone):
     policy = make_policy(latency.policy_config(backbone, "cpu")).eval()
-    assert policy.predict_action({"obs": torch.zeros(1, 2, 19)})["action"].shape == (1, 8, 10)
+    assert policy.predict_action({"obs": torch.zeros(1, 2, 19)})["action"].shape == (1, 10, 10)
 
 
 def test_batches_of_a_small_run_are_fetched_and_trained_on(tmp_path):
