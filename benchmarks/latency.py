@@ -20,7 +20,7 @@ from benchmarks.__main__ import machine
 from benchmarks.common import compose, make_policy
 from diffusion_policy.latency import report
 from diffusion_policy.latency.timing import measure as measure_calls
-from diffusion_policy.latency.variants import METHODS, stand_in
+from diffusion_policy.latency.variants import INT8, METHODS, stand_in
 from diffusion_policy.scripts.latency import compare
 from diffusion_policy.storage import atomic
 
@@ -47,7 +47,7 @@ def measure(
     policy = make_policy(section).eval()
     obs = {"obs": torch.randn(1, policy.n_obs_steps, policy.obs_dim)}
     policies = {"IDP": policy, **{label: stand_in(label, policy, section) for label in methods}}
-    own = ("eager", *["compiled"] * compiled, "ONNX Runtime")
+    own = ("eager", *["compiled"] * compiled, "ONNX Runtime", INT8)
     return compare(policies, obs, windows, calls, 2.0, lambda label: own if label == "IDP" else ("eager",))
 
 
@@ -75,6 +75,8 @@ def ratios(rows: list[report.Row], preset: str) -> list[tuple[str, float, str]]:
         if (other := p50(rows, method, "eager")) is not None
     ]
     out.append(("eager / ONNX Runtime, IDP", eager / exported, f">= {EXPORTED[preset]}"))
+    if (int8 := p50(rows, "IDP", INT8)) is not None:
+        out.append((f"eager / {INT8}, IDP", eager / int8, f">= {EXPORTED[preset]}"))
     if (share := network_share(rows)) is not None:
         out.append(("one network call / a whole call of IDP, eager", share, ""))
     for row in rows:
@@ -113,7 +115,8 @@ def page(sections: list[dict[str, Any]], about: dict[str, Any]) -> str:
         "MIP makes one network call more than IDP, so it takes one plus that share as long: with the small MLP that",
         "is less than 1.8 times. ONNX Runtime saves what eager calls cost per operation, not the arithmetic: the small",
         "transformer multiplies 16 tokens with a million weights, and the small MLP reads 2 MB of weights, all that a",
-        "core's cache holds: that is most of their time in ONNX Runtime, and no exported graph saves it.",
+        "core's cache holds: that is most of their time in ONNX Runtime, and no exported graph saves it. Weights in",
+        "int8 save a part of it; `export --quantize` keeps them only if the policy's score on its task holds.",
         "",
         "*A loop as long* adds numbers for the time of a call. Its p99 / p50 is the machine's own part of the tail.",
         "",

@@ -96,11 +96,13 @@ class Bundle:
         return small, found, verdict
 
 
-def onnx_of(policy: Any) -> GraphPolicy:
+def onnx_of(policy: Any, int8: bool = False) -> GraphPolicy:
     """Return a policy that runs in ONNX Runtime, without a file."""
     signature = graph.describe(policy)
-    model = writers.to_onnx(graph.capture(policy, signature), signature)
-    data = onnx_io.pack(model, {"signature": signature.described()})
+    about = {"signature": signature.described()}
+    data = onnx_io.pack(writers.to_onnx(graph.capture(policy, signature), signature), about)
+    if int8:
+        data = onnx_io.pack(quantization.quantize(data, "the exported graph"), about)
     return onnx_policy(onnx_io.unpack(data, "the exported graph")["onnx"])
 
 

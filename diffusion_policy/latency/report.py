@@ -14,7 +14,7 @@ import torch
 from diffusion_policy.latency.timing import Timing
 from diffusion_policy.storage import atomic, checkpoint_io
 
-COLORS = {"eager": "#4c72b0", "compiled": "#dd8452", "ONNX Runtime": "#55a868"}
+COLORS = {"eager": "#4c72b0", "compiled": "#dd8452", "ONNX Runtime": "#55a868", "ONNX Runtime, int8": "#8172b3"}
 
 
 @dataclasses.dataclass

@@ -33,6 +33,7 @@ NETWORK = (
     "obs_encoder_group_norm", "eval_fixed_crop", "obs_encoder_width",
 )  # fmt: skip
 BACKENDS = ("eager", "compiled", "ONNX Runtime")
+INT8 = "ONNX Runtime, int8"
 #: An unrolled graph of more network calls takes minutes to export.
 UNROLLED = 20
 
@@ -61,16 +62,21 @@ def stand_in(label: str, policy: Any, section: DictConfig) -> Any:
 
 def backends(policy: Any, names: Sequence[str] = BACKENDS) -> dict[str, Any]:
     """Return the policy by backend, or the reason why that backend is not available."""
-    makers = dict(zip(BACKENDS, (lambda policy: policy, compiled, exported), strict=True))
+    makers = dict(zip((*BACKENDS, INT8), (lambda policy: policy, compiled, exported, in_int8), strict=True))
     return {name: makers[name](policy) for name in names}
 
 
-def exported(policy: Any) -> Any:
+def in_int8(policy: Any) -> Any:
+    """Return the exported policy with int8 weights, or why there is none."""
+    return exported(policy, int8=True)
+
+
+def exported(policy: Any, int8: bool = False) -> Any:
     """Return the exported policy, or why there is none."""
     if policy.nfe > UNROLLED:
         return f"{policy.nfe} network calls are too many to unroll into one graph"
     try:
-        return onnx_of(policy)
+        return onnx_of(policy, int8)
     except ConfigError as error:
         return str(error)
 

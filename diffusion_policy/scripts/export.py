@@ -80,6 +80,8 @@ def export(options: argparse.Namespace) -> pathlib.Path:
     output = options.output or default_output(checkpoint, options.format)
     if options.format == "safetensors":
         return convert(checkpoint, output, options.trust_checkpoint, options.overwrite)
+    if output.suffix != SUFFIXES[options.format]:  # it says what a file is when it is opened again
+        raise ConfigError(f"--output {output}: the name of this format ends in {SUFFIXES[options.format]}")
     for path in (output, int8_path(output)) if options.quantize else (output,):
         if path.exists() and not options.overwrite:
             raise ConfigError(f"{path} exists already: choose another --output, or pass --overwrite")

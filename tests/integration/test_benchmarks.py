@@ -140,6 +140,13 @@ def test_the_small_preset_fits_the_latency_benchmark(backbone):
     assert policy.predict_action({"obs": torch.zeros(1, 2, 19)})["action"].shape == (1, 10, 10)
 
 
+def test_the_latency_benchmark_times_weights_in_int8():
+    rows = latency.measure("mlp", "cpu", (), windows=1, calls=2)
+    assert [row.backend for row in rows] == ["eager", "ONNX Runtime", latency.INT8]
+    asked = [what for what, _, target in latency.ratios(rows, "cpu") if target == ">= 5"]
+    assert asked == ["eager / ONNX Runtime, IDP", "eager / ONNX Runtime, int8, IDP"]
+
+
 def test_batches_of_a_small_run_are_fetched_and_trained_on(tmp_path):
     """With the optimiser of the preset, which divides the parameters into groups."""
     data = write_pusht(tmp_path / "pusht.zarr")

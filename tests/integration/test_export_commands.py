@@ -61,6 +61,7 @@ def test_other_formats(run, tmp_path, capsys):
     "arguments, message",
     [
         ([], "exists already"),
+        (["-o", "model"], "ends in .onnx"),
         (["--nfe", "3", "-o", "x.onnx"], "--nfe 3 does not fit"),
         (["--ddim", "10", "-o", "x.onnx"], "diffusion policies"),
         (["--quantize", "-f", "torchscript"], "--quantize is for"),
